@@ -1,0 +1,3 @@
+module github.com/space-platform/space
+
+go 1.26
