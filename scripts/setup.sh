@@ -5,7 +5,7 @@
 #
 #   run   what a machine needs to build templates and run sandboxes (default)
 #   test  run, and what the tests start (PostgreSQL, Python, ...)
-#   dev   test, and tools for working on the project
+#   dev   test, and what the race detector and work on the project need
 #
 # It may be repeated: what is there already is left alone, and nothing is
 # fetched when nothing is missing.
@@ -20,7 +20,7 @@ fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 # Without recommends: a recommended compiler or mail server is not ours to install.
 run_packages="mmdebstrap squashfs-tools-ng e2fsprogs iproute2 mount util-linux ca-certificates debian-archive-keyring"
 test_packages="postgresql python3 procps curl"
-dev_packages="strace jq"
+dev_packages="gcc libc6-dev strace jq"
 
 case $level in
 run)  packages=$run_packages ;;
