@@ -42,9 +42,21 @@
 //  6. What a guest does never reaches another machine or a host path.
 //  7. After the calling process is killed, running machines go on running.
 //
+// # Channel
+//
+// The privileged half of a driver opens one exclusive transport to the guest
+// daemon and hands its descriptor to the unprivileged node; everything above it
+// (hello, resynchronisation, yamux, HTTP) is package channel and runs in the
+// node, the same for every driver. The host is always the multiplexer's client
+// and the guest its server, whoever dialled the transport; a guest may not open
+// streams. Node death, Restore and Adopt end a transport; Pause and Resume do
+// not, so the host keeps no keepalive of its own. See ADR 0002.
+//
 // # Not promised
 //
-// The order of Wait against Stats or Dial errors; that a paused machine answers
+// That a stream from Dial means a ready guest (only an answered hello does);
+// half-close of a stream; that a call given up by its deadline did not happen
+// (calls are idempotent by id or offset for that reason). The order of Wait against Stats or Dial errors; that a paused machine answers
 // Dial (it fails with ErrPaused); anything about time inside the guest after
 // Resume (a machine with its own kernel wakes with the old wall clock: the
 // caller sets clock and identity through the guest daemon after every Start,
