@@ -30,6 +30,7 @@ const Version = 1
 // Limits that both ends enforce.
 const (
 	MaxMessage      = 1 << 20   // bytes of one JSON body
+	MaxList         = 4 << 20   // bytes of the list of processes, the one larger body
 	MaxFramePayload = 64 << 10  // bytes of payload of one output frame
 	MaxStdinChunk   = 1 << 20   // bytes of one stdin call
 	DefaultWindow   = 512 << 10 // bytes of unacknowledged output the guest keeps for a process
@@ -43,11 +44,11 @@ const (
 const (
 	PathHello      = "/v1/hello"                      // POST Hello → HelloReply
 	PathConfigure  = "/v1/configure"                  // POST Configure → {}
-	PathProcesses  = "/v1/processes"                  // POST Start → Process; GET → {processes:[Process]}
+	PathProcesses  = "/v1/processes"                  // POST Start → Process; GET → ProcessList
 	PathProcess    = "/v1/processes/{id}"             // GET → Process; DELETE forgets an ended one
 	PathOutput     = "/v1/processes/{id}/output"      // GET ?from=N → frames until exit
 	PathAck        = "/v1/processes/{id}/ack"         // POST Ack → {}
-	PathStdin      = "/v1/processes/{id}/stdin"       // POST ?offset=N raw body → StdinReply
+	PathStdin      = "/v1/processes/{id}/stdin"       // POST ?offset=N&wait=5s raw body → StdinReply
 	PathCloseStdin = "/v1/processes/{id}/close-stdin" // POST → StdinReply
 	PathSignal     = "/v1/processes/{id}/signal"      // POST Signal → {}
 	PathResize     = "/v1/processes/{id}/resize"      // POST Size → {}
@@ -138,6 +139,11 @@ type Process struct {
 	Exit        *ExitStatus `json:"exit,omitempty"`
 }
 
+// ProcessList is what GET of PathProcesses answers.
+type ProcessList struct {
+	Processes []Process `json:"processes"`
+}
+
 // ExitCause says how a process ended.
 type ExitCause string
 
@@ -167,7 +173,9 @@ type Ack struct {
 
 // StdinReply tells how much stdin is accepted in all. A call whose offset lies
 // below is skipped to there; one that lies ahead is refused with 409 and this
-// body.
+// body (beside Error's fields). A process that does not read makes the call
+// answer after the query's wait (default 5 s, at most 60 s) with what was
+// accepted until then. Closed: the process reads no more (or never had stdin).
 type StdinReply struct {
 	Accepted uint64 `json:"accepted"`
 	Closed   bool   `json:"closed"`
@@ -196,3 +204,10 @@ type Error struct {
 	Code    string `json:"code"` // e.g. start_failed, no_such_process, stdin_offset_ahead, no_such_user, bad_cwd, not_executable, no_space, permission_denied, not_found, process_limit
 	Message string `json:"message"`
 }
+
+// Headers of a file's download, besides Content-Length (absent when the size is
+// not known, as for files of /proc).
+const (
+	HeaderMode    = "Space-Mode"     // permission bits, octal
+	HeaderModTime = "Space-Mod-Time" // nanoseconds since 1970
+)
