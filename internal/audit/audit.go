@@ -9,6 +9,9 @@ import (
 	"encoding/binary"
 	"encoding/json"
 	"fmt"
+	"maps"
+	"slices"
+	"strings"
 	"time"
 )
 
@@ -42,7 +45,7 @@ func Next(chain string, seq uint64, hash []byte, e Entry) (Record, error) {
 	if seq == 0 {
 		hash = make([]byte, sha256.Size)
 	}
-	e.At = e.At.UTC().Truncate(time.Microsecond)
+	e = e.clean()
 	r := Record{Chain: chain, Seq: seq + 1, Entry: e, Prev: hash}
 	h, err := r.sum()
 	if err != nil {
@@ -50,6 +53,25 @@ func Next(chain string, seq uint64, hash []byte, e Entry) (Record, error) {
 	}
 	r.Hash = h
 	return r, nil
+}
+
+// clean gives e in the form that reads back from JSON unchanged: a hash over
+// anything else could never be checked again. Broken UTF-8 becomes U+FFFD.
+func (e Entry) clean() Entry {
+	e.At = e.At.UTC().Truncate(time.Microsecond)
+	for _, p := range []*string{&e.Tenant, &e.Actor, &e.Action, &e.Target, &e.Request} {
+		*p = strings.ToValidUTF8(*p, "\ufffd")
+	}
+	if len(e.Detail) == 0 {
+		e.Detail = nil
+		return e
+	}
+	detail := make(map[string]string, len(e.Detail))
+	for _, k := range slices.Sorted(maps.Keys(e.Detail)) { // in order: two keys may become one
+		detail[strings.ToValidUTF8(k, "\ufffd")] = strings.ToValidUTF8(e.Detail[k], "\ufffd")
+	}
+	e.Detail = detail
+	return e
 }
 
 func (r Record) sum() ([]byte, error) {
