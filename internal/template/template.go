@@ -124,7 +124,8 @@ func ParseReference(ref string) (name, tag string, err error) {
 	if !found {
 		tag = "latest"
 	}
-	if !namePattern.MatchString(name) || !namePattern.MatchString(tag) {
+	// "sha256:..." is a digest, or a mistyped one, never a name.
+	if !namePattern.MatchString(name) || !namePattern.MatchString(tag) || name == "sha256" {
 		return "", "", fmt.Errorf("%w reference %.200q: want name:tag, each of a-z, 0-9, '.', '_', '-', at most 63", ErrInvalid, ref)
 	}
 	return name, tag, nil

@@ -22,7 +22,7 @@ const (
 	maxPath      = 4095
 	maxName      = 255
 	maxXattrs    = 64 << 10 // per entry, names and values
-	maxTreeBytes = 8 << 30  // content of all files
+	maxTreeBytes = 4 << 30  // content of all files
 	maxTarBytes  = maxTreeBytes + maxEntries*4096
 	// maxID is the highest uid and gid that exists in a build's user namespace.
 	maxID = idCount - 1
@@ -194,6 +194,10 @@ func newInode(h *tar.Header) (*inode, error) {
 	}
 	total := 0
 	for key, value := range h.PAXRecords {
+		if strings.HasPrefix(key, "GNU.sparse.") {
+			// A few bytes would become gigabytes; our tar writes none.
+			return nil, fmt.Errorf("sparse file")
+		}
 		name, ok := strings.CutPrefix(key, "SCHILY.xattr.")
 		// Others (POSIX ACLs, labels of a security module) mean something on the
 		// building host only.
