@@ -98,21 +98,44 @@ func (p paths) load(id sandbox.ID) (record, error) {
 	return rec, nil
 }
 
-// ticks gives the start time of a process in clock ticks since boot; 0 when
-// there is none, or it is only a zombie.
-func ticks(pid int) uint64 {
+// procStat is what /proc tells of a process.
+type procStat struct {
+	ticks uint64 // start, in clock ticks since boot
+	ended bool   // it is only waiting to be collected
+	exit  int    // its wait status, once ended
+}
+
+func readStat(pid int) (procStat, error) {
 	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
 	if err != nil {
-		return 0
+		return procStat{}, err
 	}
-	// The name, in parentheses, may hold anything.
-	f := strings.Fields(string(b[strings.LastIndexByte(string(b), ')')+1:]))
-	if len(f) < 20 || f[0] == "Z" || f[0] == "X" {
-		return 0
+	return parseStat(string(b))
+}
+
+// parseStat reads a line of /proc/PID/stat. The name, in parentheses, may hold
+// anything.
+func parseStat(line string) (procStat, error) {
+	f := strings.Fields(line[strings.LastIndexByte(line, ')')+1:])
+	if len(f) < 50 {
+		return procStat{}, fmt.Errorf("gvisor: %d fields in a process's status", len(f))
 	}
-	n, err := strconv.ParseUint(f[19], 10, 64)
+	start, err := strconv.ParseUint(f[19], 10, 64)
 	if err != nil {
+		return procStat{}, fmt.Errorf("gvisor: start time: %w", err)
+	}
+	exit, err := strconv.Atoi(f[49])
+	if err != nil {
+		return procStat{}, fmt.Errorf("gvisor: exit status: %w", err)
+	}
+	return procStat{ticks: start, ended: f[0] == "Z" || f[0] == "X", exit: exit}, nil
+}
+
+// ticks gives the start time of a process; 0 when there is none, or it has ended.
+func ticks(pid int) uint64 {
+	st, err := readStat(pid)
+	if err != nil || st.ended {
 		return 0
 	}
-	return n
+	return st.ticks
 }

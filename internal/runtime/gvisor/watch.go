@@ -229,15 +229,18 @@ const (
 	reapWait      = 4 * time.Millisecond
 )
 
-// status asks the kernel how the process ended; it is not our child. Kernels
-// before 6.15 do not tell. It is known a moment after the end, when the
-// parent has collected it.
+// status asks the kernel how the process ended; it is not our child. Until
+// its parent has collected it, /proc tells; after that the pidfd does, on kernels
+// from 6.15 on. On older ones a quick parent leaves us without an answer.
 func (w *watch) status() (unix.WaitStatus, bool) {
 	rc, err := w.fd.SyscallConn()
 	if err != nil {
 		return 0, false
 	}
 	for range reapTries {
+		if st, err := readStat(w.pid); err == nil && st.ended && (st.ticks == w.ticks || w.ticks == 0) {
+			return unix.WaitStatus(st.exit), true
+		}
 		info := pidfdInfo{Mask: pidfdInfoExit}
 		var errno unix.Errno
 		if err := rc.Control(func(fd uintptr) {
