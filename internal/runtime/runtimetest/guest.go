@@ -457,6 +457,43 @@ func testProcessLimit(e *env) {
 	}
 }
 
+// testProcessFlood passes the soft limit by many uids at once: the machine may
+// bear it or end, but only by a limit, and alone.
+func testProcessFlood(e *env) {
+	m, other := e.ready(), e.ready()
+	e.put(m, keep, "before the flood")
+	w := e.waiting(m)
+	in := guestapi.Start{
+		Cwd: "/", TimeLimit: 10 * time.Second, Grace: time.Second,
+		Shell: fmt.Sprintf("i=0; while [ $i -lt %d ]; do sleep 60 & i=$((i+1)); done", e.f.Resources.MaxProcesses),
+	}
+	for uid := 3000; uid < 3040; uid++ {
+		in.ID, in.User = string(sandbox.NewSessionID(m.ID())), fmt.Sprintf("%d:%d", uid, uid)
+		b, err := json.Marshal(in)
+		e.must("marshal", err)
+		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+		_, _, err = request(ctx, m, http.MethodPost, guestapi.PathProcesses, bytes.NewReader(b))
+		cancel()
+		if errors.Is(err, runtime.ErrNotRunning) {
+			break
+		}
+	}
+	select {
+	case r := <-w:
+		if r.err != nil || (r.exit.Cause != runtime.CauseProcesses && r.exit.Cause != runtime.CauseOutOfMemory) {
+			e.broken(5, "Wait after a flood of processes: %+v, %v; want %s or %s", r.exit, r.err, runtime.CauseProcesses, runtime.CauseOutOfMemory)
+		}
+		e.is(m, runtime.Dead, "running→dead (process limit)")
+	case <-time.After(15 * time.Second):
+		e.is(m, runtime.Running, "a flood of processes that the machine bears")
+		e.must("Stop after a flood of processes", m.Stop(e.ctx()))
+	}
+	e.start(m)
+	e.kept(m, "before the flood", "→running (Start after a flood of processes)")
+	e.is(other, runtime.Running, "a neighbour's flood of processes")
+	e.hello(other)
+}
+
 func testNetworkClosed(e *env) {
 	m := e.ready()
 	text, exit := e.exec(m, "root", "cat /proc/net/dev")

@@ -121,6 +121,7 @@ func Run(t *testing.T, f Factory) {
 		{"limit/disk", guest, testDiskLimit},
 		{"limit/memory", caps.RealGuest, testMemoryLimit},
 		{"limit/processes", caps.RealGuest, testProcessLimit},
+		{"limit/process flood", caps.RealGuest, testProcessFlood},
 		{"network is closed", caps.RealGuest, testNetworkClosed},
 	}
 	for _, tt := range tests {
