@@ -143,7 +143,7 @@ func (e *env) launch(m runtime.Machine, s guestapi.Start) {
 
 // finish reads the output of a process until its exit.
 func finish(ctx context.Context, m runtime.Machine, id string) (string, *guestapi.ExitStatus, error) {
-	code, b, err := request(ctx, m, http.MethodGet, strings.Replace(guestapi.PathOutput, "{id}", id, 1), nil)
+	code, b, err := request(ctx, m, http.MethodGet, strings.Replace(guestapi.PathOutput, "{id}", id, 1)+"?from=0", nil)
 	if err != nil {
 		return "", nil, err
 	}
