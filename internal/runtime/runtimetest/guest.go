@@ -468,12 +468,15 @@ func testProcessFlood(e *env) {
 		Shell: fmt.Sprintf("i=0; while [ $i -lt %d ]; do sleep 60 & i=$((i+1)); done", e.f.Resources.MaxProcesses),
 	}
 	for uid := 3000; uid < 3040; uid++ {
-		in.ID, in.User = string(sandbox.NewSessionID(m.ID())), fmt.Sprintf("%d:%d", uid, uid)
+		in.ID, in.User = string(sandbox.NewSessionID(m.ID())), fmt.Sprint(uid)
 		b, err := json.Marshal(in)
 		e.must("marshal", err)
 		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
-		_, _, err = request(ctx, m, http.MethodPost, guestapi.PathProcesses, bytes.NewReader(b))
+		code, said, err := request(ctx, m, http.MethodPost, guestapi.PathProcesses, bytes.NewReader(b))
 		cancel()
+		if uid == 3000 && (err != nil || code/100 != 2) {
+			e.Fatalf("the first fork loop did not start: %d %.200s, %v", code, said, err)
+		}
 		if errors.Is(err, runtime.ErrNotRunning) {
 			break
 		}
