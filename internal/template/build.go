@@ -194,7 +194,7 @@ func (s *Store) bootstrap(ctx context.Context, r Recipe, content spool, step fun
 		stdout:  in,
 		scratch: scratchBytes,
 		line: func(l string) {
-			if said, ok := strings.CutPrefix(l, "I: "); ok {
+			if said := spoken(l); said != "" {
 				step(said)
 			}
 		},
@@ -225,6 +225,26 @@ func (s *Store) bootstrap(ctx context.Context, r Recipe, content spool, step fun
 		return nil, err
 	}
 	return t, readErr
+}
+
+// spoken turns what mmdebstrap says into a step for users; "" for the rest, which
+// any program of the build may have written.
+func spoken(line string) string {
+	for said, step := range map[string]string{
+		"I: running apt-get update":   "reading package lists",
+		"I: downloading packages":     "downloading packages",
+		"I: extracting archives":      "unpacking the essential packages",
+		"I: installing essential":     "configuring the essential packages",
+		"I: installing remaining":     "installing the other packages",
+		"I: running --customize-hook": "setting up users and files",
+		"I: cleaning package lists":   "clearing up",
+		"I: creating tarball":         "reading the tree",
+	} {
+		if strings.HasPrefix(line, said) {
+			return step
+		}
+	}
+	return ""
 }
 
 // mmdebstrap gives the command line. Packages are verified by apt against
