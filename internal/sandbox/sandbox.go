@@ -114,6 +114,9 @@ type Policy struct {
 	ExpiresAt time.Time `json:"expires_at"`
 	// OnExpire says what happens then.
 	OnExpire Action `json:"on_expire"`
+	// Timeout is the length of life last asked for: what a sandbox that comes
+	// back after its end gets anew. Only the control plane reads it.
+	Timeout time.Duration `json:"timeout,omitempty"`
 	// DeadlineAt is the hard end, fixed at create: the machine is stopped or
 	// deleted whatever the guest does.
 	DeadlineAt time.Time `json:"deadline_at"`
