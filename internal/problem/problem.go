@@ -71,6 +71,11 @@ func Of(err error) Document {
 func Write(w http.ResponseWriter, err error) {
 	d := Of(err)
 	d.Request = w.Header().Get("X-Request-Id")
+	WriteDocument(w, d)
+}
+
+// WriteDocument answers d as it is.
+func WriteDocument(w http.ResponseWriter, d Document) {
 	h := w.Header()
 	h.Set("Content-Type", ContentType)
 	h.Set("Cache-Control", "no-store")
