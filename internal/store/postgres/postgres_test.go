@@ -1,0 +1,18 @@
+package postgres_test
+
+import (
+	"testing"
+
+	"github.com/space-platform/space/internal/store"
+	"github.com/space-platform/space/internal/store/postgres"
+	"github.com/space-platform/space/internal/store/postgres/postgrestest"
+	"github.com/space-platform/space/internal/store/storetest"
+)
+
+func TestStore(t *testing.T) {
+	server := postgrestest.Start(t)
+	storetest.Run(t, func(t *testing.T) storetest.Opener {
+		dsn := server.Database(t)
+		return func() (store.Store, error) { return postgres.Open(dsn) }
+	})
+}
