@@ -8,7 +8,7 @@
 //	<run>/host         0700 root         mounts, runsc state, channel sockets
 //	<run>/hostd.sock   0660 root:space   the host room's socket
 //	<run>/lease.sock   0600 root         keeps an ephemeral server alive
-//	<run>/endpoint.json 0644             where the listeners are
+//	<run>/serve        0755 space        endpoint.json: where the listeners are
 //
 // The unprivileged side must pass through <data> to reach its own part, so the
 // top is 0710 with the group of user space; nobody else gets in (ADR 0004).
@@ -75,7 +75,10 @@ func (l Layout) HostSocket() string { return filepath.Join(l.Run, "hostd.sock") 
 func (l Layout) LeaseSocket() string { return filepath.Join(l.Run, "lease.sock") }
 
 // EndpointFile tells local clients where the listeners are.
-func (l Layout) EndpointFile() string { return filepath.Join(l.Run, "endpoint.json") }
+func (l Layout) EndpointFile() string { return filepath.Join(l.RunServe(), "endpoint.json") }
+
+// RunServe is what the unprivileged side publishes.
+func (l Layout) RunServe() string { return filepath.Join(l.Run, "serve") }
 
 // Prepare makes the folders of a layout, as root, for the unprivileged uid and
 // gid. It is idempotent and mends owner and mode of what exists.
@@ -94,6 +97,7 @@ func (l Layout) Prepare(uid, gid int) error {
 		{l.Journals(), 0o700, uid, gid},
 		{l.Run, 0o711, 0, 0},
 		{l.RunHost(), 0o700, 0, 0},
+		{l.RunServe(), 0o755, uid, gid},
 	} {
 		if err := os.MkdirAll(d.path, d.mode); err != nil {
 			return fmt.Errorf("layout: %w", err)
