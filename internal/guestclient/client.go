@@ -422,4 +422,3 @@ func (c *Client) Stats(ctx context.Context) (guestapi.Stats, error) {
 func (c *Client) Shutdown(ctx context.Context) error {
 	return c.call(ctx, "POST", guestapi.PathShutdown, nil, nil, nil, guestapi.MaxMessage, c.opt.CallTimeout)
 }
-
