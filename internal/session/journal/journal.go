@@ -209,7 +209,7 @@ func (j *Journal) Append(entries ...Entry) error {
 	j.wmu.Lock()
 	defer j.wmu.Unlock()
 	for len(entries) > 0 {
-		n, err := j.append(entries)
+		n, err := j.append(entries, false)
 		if err != nil {
 			return err
 		}
@@ -218,8 +218,20 @@ func (j *Journal) Append(entries ...Entry) error {
 	return nil
 }
 
+// Finish appends the final event and makes it and all before it survive the
+// loss of power before any reader sees it. It tells the position after it, also
+// with ErrFinal.
+func (j *Journal) Finish(e Entry) (uint64, error) {
+	j.wmu.Lock()
+	defer j.wmu.Unlock()
+	_, err := j.append([]Entry{e}, true)
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.end, err
+}
+
 // append writes as many entries as go into one segment, at least one.
-func (j *Journal) append(entries []Entry) (int, error) {
+func (j *Journal) append(entries []Entry, durable bool) (int, error) {
 	j.mu.Lock()
 	pos, guest, last, closed := j.end, j.guest, j.last, j.closed
 	var seg *segment
@@ -259,7 +271,11 @@ func (j *Journal) append(entries []Entry) (int, error) {
 	if err := j.room(int64(len(j.buf)), seg, fresh); err != nil {
 		return 0, err
 	}
-	if err := j.write(seg, at, fresh); err != nil {
+	err := j.write(seg, at, fresh)
+	if err == nil && durable {
+		err = j.flush(fresh)
+	}
+	if err != nil {
 		j.o.Account.Refund(int64(len(j.buf)))
 		j.round = newRound() // what is written here next is other text
 		return 0, err
@@ -267,9 +283,9 @@ func (j *Journal) append(entries []Entry) (int, error) {
 	j.mu.Lock()
 	if fresh {
 		j.segs = append(j.segs, seg)
-		j.dirDirt = true
+		j.dirDirt = !durable
 	}
-	if len(j.dirty) == 0 || j.dirty[len(j.dirty)-1] != seg {
+	if !durable && (len(j.dirty) == 0 || j.dirty[len(j.dirty)-1] != seg) {
 		j.dirty = append(j.dirty, seg)
 	}
 	seg.size = at + int64(len(j.buf))
@@ -277,8 +293,8 @@ func (j *Journal) append(entries []Entry) (int, error) {
 	j.end, j.guest, j.last = pos, guest, last
 	j.notify()
 	j.mu.Unlock()
-	first := !j.busy
-	j.busy = true
+	first := !j.busy && !durable
+	j.busy = j.busy || !durable
 	if first && j.o.Dirty != nil {
 		j.o.Dirty(j)
 	}
@@ -437,6 +453,30 @@ func (j *Journal) Sync() error {
 	return nil
 }
 
+// flush syncs the file that is written to, and what is dirty besides. The
+// caller holds wmu.
+func (j *Journal) flush(fresh bool) error {
+	j.mu.Lock()
+	dirty, dir := j.dirty, j.dirDirt || fresh
+	j.mu.Unlock()
+	errs := []error{j.file.Sync()}
+	for i, s := range dirty {
+		if fresh || i < len(dirty)-1 { // else the last one is the file itself
+			errs = append(errs, syncPath(s.path))
+		}
+	}
+	if dir {
+		errs = append(errs, syncPath(j.o.Dir))
+	}
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("journal: sync: %w", err)
+	}
+	j.mu.Lock()
+	j.dirty, j.dirDirt = nil, false
+	j.mu.Unlock()
+	return nil
+}
+
 func syncPath(path string) error {
 	f, err := os.Open(path)
 	if errors.Is(err, os.ErrNotExist) {
@@ -462,6 +502,17 @@ func (j *Journal) Rest() bool {
 	}
 	j.buf = nil
 	return true
+}
+
+// Disown ends the charging: the caller answers for the bytes, which are
+// returned, from now on.
+func (j *Journal) Disown() int64 {
+	j.wmu.Lock()
+	defer j.wmu.Unlock()
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.o.Account = free{}
+	return j.bytes
 }
 
 // Close ends the readers with ErrClosed and releases descriptors and the
@@ -502,7 +553,7 @@ func Erase(dir string) error {
 	return nil
 }
 
-// Closed is done when the journal was closed; for tests and for streams.
+// wait returns when the journal has more than pos, or is closed.
 func (j *Journal) wait(ctx context.Context, pos uint64) error {
 	j.mu.Lock()
 	if j.closed {

@@ -158,3 +158,18 @@ func notShort(err error) error {
 	}
 	return fmt.Errorf("journal: read: %w", err)
 }
+
+// Peek tells the first position kept in dir without opening the journal; false
+// when there is none.
+func Peek(dir string) (uint64, bool) {
+	names, err := os.ReadDir(dir) // sorted
+	if err != nil {
+		return 0, false
+	}
+	for _, n := range names {
+		if pos, ok := parseSegmentName(n.Name()); ok {
+			return pos, true
+		}
+	}
+	return 0, false
+}

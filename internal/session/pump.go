@@ -1,0 +1,638 @@
+package session
+
+import (
+	"context"
+	"database/sql"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"sync"
+	"time"
+
+	"github.com/space-platform/space/api/guestapi"
+	"github.com/space-platform/space/internal/audit"
+	"github.com/space-platform/space/internal/failpoint"
+	"github.com/space-platform/space/internal/fault"
+	"github.com/space-platform/space/internal/guestclient"
+	"github.com/space-platform/space/internal/session/journal"
+)
+
+// The causes of an Exit.
+const (
+	CauseExited      = "exited"
+	CauseSignal      = "signal"
+	CauseTimeLimit   = "time_limit"
+	CauseOutOfMemory = "out_of_memory"
+	CauseSandboxLost = "sandbox_lost"
+	CauseExpired     = "expired"
+	CauseStartFailed = "start_failed" // Reason begins with the guest's code
+)
+
+var errEnd = io.EOF
+
+// begin starts the session's process unless it was started; whoever comes
+// second finds it started. It returns when "starting" is durable.
+func (l *live) begin(ctx context.Context) error {
+	l.start.Lock()
+	defer l.start.Unlock()
+	l.mu.Lock()
+	r := l.row
+	l.mu.Unlock()
+	if r.state != Created {
+		return nil
+	}
+	m := l.m
+	if m.now().Sub(r.createdAt) > m.Limits.AttachWithin {
+		m.expire(ctx)
+		return l.reload(ctx)
+	}
+	g, boot, err := m.boot(ctx, l)
+	if err != nil {
+		return err
+	}
+	if err := failpoint.Hit(ctx, fpStartBefore); err != nil {
+		return fault.Of(err)
+	}
+	now := m.now()
+	err = m.commits.do(ctx, func(ctx context.Context, tx *sql.Tx) error {
+		if err := markStarting(ctx, tx, l.id, boot, m.HostBoot, now); err != nil {
+			return err
+		}
+		return m.auditStart(ctx, tx, r, now)
+	})
+	if errors.Is(err, errNoRow) {
+		return l.reload(ctx)
+	}
+	if err != nil {
+		return err
+	}
+	if err := failpoint.Hit(ctx, fpStartRow); err != nil {
+		m.Log.Warn("failpoint", "name", fpStartRow, "error", err)
+	}
+	return l.launch(boot, now, g)
+}
+
+func (m *Manager) auditStart(ctx context.Context, tx *sql.Tx, r row, now time.Time) error {
+	return m.Auditor.Append(ctx, tx, audit.Entry{At: now, Tenant: r.tenant.String(), Actor: r.principal, Action: "session.start",
+		Target: string(r.id), Request: r.request})
+}
+
+// launch sets the pump on a session whose start is durable. g may be nil.
+func (l *live) launch(boot string, now time.Time, g guestclient.Guest) error {
+	l.mu.Lock()
+	l.row.state, l.row.guestBoot, l.row.hostBoot, l.row.startedAt = Starting, boot, l.m.HostBoot, now
+	l.mu.Unlock()
+	if err := l.openJournal(false); err != nil {
+		// The disk refuses: the pump opens it again before it starts anything.
+		l.m.Log.Error("journal cannot be opened", "session", l.id, "error", err)
+	}
+	l.m.mu.Lock()
+	defer l.m.mu.Unlock()
+	if l.m.closed {
+		return errClosing // the next Manager goes on
+	}
+	l.refs++
+	l.m.metrics.started.Inc()
+	l.m.wg.Go(func() { l.pumpWith(g) })
+	return nil
+}
+
+// boot finds the guest and which boot of it answers.
+func (m *Manager) boot(ctx context.Context, l *live) (guestclient.Guest, string, error) {
+	g, err := m.Guests.Guest(ctx, l.row.tenant, l.row.sandbox)
+	if err != nil {
+		return nil, "", err
+	}
+	hello, err := g.Hello(ctx)
+	if err != nil {
+		return nil, "", err
+	}
+	return g, hello.BootEpoch, nil
+}
+
+// reload takes the row as the database has it: somebody else moved it.
+func (l *live) reload(ctx context.Context) error {
+	r, err := l.m.rowOf(ctx, l.row.tenant, l.id)
+	if err != nil {
+		return err
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.row.state != Created {
+		return nil
+	}
+	if r.exit == nil {
+		return fault.New(fault.Unavailable, "recovering", "the session is being started elsewhere").Do("try again in a moment")
+	}
+	l.row = r
+	l.markUp()
+	close(l.ended)
+	close(l.done)
+	return nil
+}
+
+func (l *live) pump() { l.pumpWith(nil) }
+
+// pumpWith carries the guest's output into the journal until the session's end,
+// which it records. g is a guest that was just greeted, or nil.
+func (l *live) pumpWith(g guestclient.Guest) {
+	m := l.m
+	defer m.release(l)
+	ctx, stop := context.WithCancel(m.ctx)
+	defer stop()
+	l.mu.Lock()
+	l.stop = stop
+	if l.verdict != nil {
+		stop()
+	}
+	l.mu.Unlock()
+	m.metrics.running.Inc()
+	defer m.metrics.running.Dec()
+
+	exit, err := l.settled()
+	if err == nil && exit == nil {
+		exit = l.follow(ctx, g)
+	}
+	if exit == nil {
+		if m.ctx.Err() == nil {
+			m.Log.Error("session cannot go on", "session", l.id, "error", err)
+		}
+		return // closing: the next Manager goes on
+	}
+	l.finish(*exit)
+}
+
+// settled looks for an end that the journal has already, or that a crash of the
+// host has made.
+func (l *live) settled() (*Exit, error) {
+	l.mu.Lock()
+	j, r, recovered := l.journal, l.row, l.recovered
+	l.mu.Unlock()
+	if j == nil || !recovered {
+		return nil, nil
+	}
+	st := j.State()
+	if st.Final() {
+		rd, err := j.From(st.End - 1)
+		if err != nil {
+			return nil, err
+		}
+		defer rd.Close()
+		ev, ok, err := rd.Ready()
+		if err != nil || !ok {
+			return nil, fmt.Errorf("session: read final event: %w", err)
+		}
+		return parseFinal(ev)
+	}
+	if r.hostBoot != l.m.HostBoot {
+		// Power may have taken the journal's end, also what readers saw of it: leap
+		// far enough that no id comes twice.
+		const leap = 1 << 32
+		if err := j.Append(journal.Entry{Kind: journal.Gap, Size: leap, Data: journal.GapData("host_restarted", 0)}); err != nil {
+			return nil, err
+		}
+		return &Exit{Cause: CauseSandboxLost, Code: -1, Reason: "the host was restarted"}, nil
+	}
+	return nil, nil
+}
+
+// verdictWait is how long a pump that finds its machine gone waits for
+// SandboxEnded.
+const verdictWait = 3 * time.Second
+
+// errLost carries the Exit of a session whose end the pump found by itself.
+type errLost struct{ exit Exit }
+
+func (e *errLost) Error() string { return "session: " + e.exit.Cause + ": " + e.exit.Reason }
+
+func lost(reason string) error {
+	return &errLost{Exit{Cause: CauseSandboxLost, Code: -1, Reason: reason}}
+}
+
+// follow connects, and connects again, until the process's exit or a verdict.
+// Nil means that the manager is closing.
+func (l *live) follow(ctx context.Context, g guestclient.Guest) *Exit {
+	wait := 10 * time.Millisecond
+	strikes := 0
+	for {
+		before := l.position()
+		exit, err := l.connect(ctx, g)
+		g = nil
+		if v := l.told(); v != nil {
+			return v
+		}
+		if exit != nil {
+			return exit
+		}
+		if ctx.Err() != nil {
+			return nil
+		}
+		var gone *errLost
+		if errors.As(err, &gone) {
+			// The node is about to say why, and knows better.
+			select {
+			case <-ctx.Done():
+			case <-l.m.Clock.After(verdictWait):
+			}
+			if v := l.told(); v != nil {
+				return v
+			}
+			if l.m.ctx.Err() != nil {
+				return nil
+			}
+			return &gone.exit
+		}
+		if isProtocol(err) {
+			if strikes++; strikes >= protocolStrikes {
+				return &Exit{Cause: CauseSandboxLost, Code: -1, Reason: "guest_protocol_error: the guest daemon broke the protocol"}
+			}
+		}
+		if l.position() != before {
+			wait, strikes = 10*time.Millisecond, 0
+		}
+		l.m.Log.Debug("guest is away", "session", l.id, "error", err, "retry", wait)
+		select {
+		case <-ctx.Done():
+		case <-l.kick:
+			wait = 10 * time.Millisecond
+		case <-l.m.Clock.After(wait):
+			wait = min(wait*2, l.m.Limits.Backoff)
+		}
+	}
+}
+
+func (l *live) position() uint64 {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.journal == nil {
+		return 0
+	}
+	return l.journal.State().End
+}
+
+func (l *live) told() *Exit {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.verdict
+}
+
+func isProtocol(err error) bool {
+	return errors.Is(err, guestapi.ErrProtocol) || fault.IsCode(err, "guest_protocol_error")
+}
+
+// connect does one connection: start (idempotent), then output until it breaks
+// or ends.
+func (l *live) connect(ctx context.Context, g guestclient.Guest) (*Exit, error) {
+	l.mu.Lock()
+	r, j := l.row, l.journal
+	l.mu.Unlock()
+	m := l.m
+	if j == nil {
+		if err := l.openJournal(true); err != nil {
+			return nil, err
+		}
+		l.mu.Lock()
+		j = l.journal
+		l.mu.Unlock()
+	}
+	if g == nil {
+		var err error
+		if g, err = m.Guests.Guest(ctx, r.tenant, r.sandbox); err != nil {
+			var f *fault.Error
+			if errors.As(err, &f) && !f.Retryable && ctx.Err() == nil {
+				return nil, lost(f.Code + ": " + f.What)
+			}
+			return nil, err
+		}
+		hello, err := g.Hello(ctx)
+		if err != nil {
+			return nil, err
+		}
+		if hello.BootEpoch != r.guestBoot {
+			return nil, lost("the machine was restarted")
+		}
+	}
+	c, err := m.command(r)
+	if err != nil {
+		return nil, err
+	}
+	l.mu.Lock()
+	l.limit = c.TimeLimit
+	l.mu.Unlock()
+	if j.State().End == 0 {
+		p, err := g.Start(ctx, c.start(string(l.id)))
+		if guestclient.IsStartFailure(err) {
+			f := fault.Of(err)
+			return &Exit{Cause: CauseStartFailed, Code: -1, Reason: f.Code + ": " + f.What}, nil
+		}
+		if err != nil {
+			return nil, err
+		}
+		if err := failpoint.Hit(ctx, fpStartGuest); err != nil {
+			return nil, err
+		}
+		data, err := json.Marshal(map[string]any{"pid": p.PID, "at": m.now()})
+		if err != nil {
+			return nil, err
+		}
+		if err := j.Append(journal.Entry{Kind: journal.Started, Data: data}); err != nil {
+			return nil, err
+		}
+		l.mu.Lock()
+		l.row.pid = p.PID
+		l.mu.Unlock()
+	}
+	l.mu.Lock()
+	l.row.state = Running
+	l.mu.Unlock()
+	l.markUp()
+	return l.copy(ctx, g, j)
+}
+
+// copy carries one output stream into the journal.
+func (l *live) copy(ctx context.Context, g guestclient.Guest, j *journal.Journal) (*Exit, error) {
+	out, err := g.Output(ctx, string(l.id), j.State().Guest)
+	if fault.IsCode(err, guestapi.CodeNoSuchProcess) || fault.IsCode(err, guestapi.CodeOffsetAhead) {
+		return nil, lost("guest_protocol_error: the guest daemon does not know the process it has started")
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = out.Close() }() // ends the stream
+	for {
+		f, err := out.Next()
+		if err != nil {
+			return nil, err
+		}
+		var e journal.Entry
+		switch f.Type {
+		case guestapi.FrameStdout:
+			e = journal.Entry{Kind: journal.Stdout, Data: f.Payload, Guest: f.End()}
+		case guestapi.FrameStderr:
+			e = journal.Entry{Kind: journal.Stderr, Data: f.Payload, Guest: f.End()}
+		case guestapi.FrameGap:
+			e = journal.Entry{Kind: journal.Gap, Data: journal.GapData("overflow", f.Missing), Guest: f.End()}
+		case guestapi.FrameKeepalive:
+			continue
+		case guestapi.FrameExit:
+			if f.Exit == nil {
+				return nil, fmt.Errorf("%w: exit without status", guestapi.ErrProtocol)
+			}
+			return &Exit{Cause: string(f.Exit.Cause), Code: f.Exit.Code, Signal: f.Exit.Signal}, nil
+		default:
+			return nil, fmt.Errorf("%w: frame type %d", guestapi.ErrProtocol, f.Type)
+		}
+		if err := l.append(ctx, j, e); err != nil {
+			return nil, err
+		}
+		l.m.metrics.bytes.Add(float64(len(f.Payload)))
+		l.acks.want(ctx, l.m, g, string(l.id), f.End())
+	}
+}
+
+// append writes e, trying again while the disk refuses: meanwhile the guest's
+// window fills and the process waits.
+func (l *live) append(ctx context.Context, j *journal.Journal, e journal.Entry) error {
+	wait := 50 * time.Millisecond
+	for {
+		err := j.Append(e)
+		if err == nil {
+			return failpoint.Hit(ctx, fpAppend)
+		}
+		if errors.Is(err, journal.ErrClosed) || errors.Is(err, journal.ErrFinal) {
+			return err
+		}
+		l.m.Log.Error("output cannot be written", "session", l.id, "error", err)
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-l.m.Clock.After(wait):
+			wait = min(wait*2, 5*time.Second)
+		}
+	}
+}
+
+// finish records the end: event on the disk, then row and audit, then the guest
+// may forget. It runs once.
+func (l *live) finish(e Exit) {
+	m := l.m
+	if err := failpoint.Hit(m.ctx, fpExitBefore); err != nil {
+		m.Log.Warn("failpoint", "name", fpExitBefore, "error", err)
+	}
+	l.mu.Lock()
+	j := l.journal
+	l.mu.Unlock()
+	if e.At.IsZero() {
+		e.At = m.now()
+	}
+	for j == nil {
+		if err := l.openJournal(true); err != nil {
+			m.Log.Error("journal cannot be opened", "session", l.id, "error", err)
+			select {
+			case <-m.ctx.Done():
+				return
+			case <-m.Clock.After(m.Limits.Backoff):
+			}
+			continue
+		}
+		j = l.journal
+	}
+	kind, data := finalEvent(e)
+	var last uint64
+	for {
+		end, err := j.Finish(journal.Entry{Kind: kind, Data: data})
+		if err == nil || errors.Is(err, journal.ErrFinal) {
+			last = end
+			break
+		}
+		if errors.Is(err, journal.ErrClosed) {
+			last = j.State().End + 1 // erased beneath us: the row still tells the end
+			break
+		}
+		m.Log.Error("end cannot be written", "session", l.id, "error", err)
+		select {
+		case <-m.ctx.Done():
+			return
+		case <-m.Clock.After(50 * time.Millisecond):
+		}
+	}
+	l.mu.Lock()
+	l.row.exit, l.row.state, l.row.lastOffset = &e, stateOf(e), last
+	l.row.stdinOffset = max(l.row.stdinOffset, l.stdin)
+	r := l.row
+	l.mu.Unlock()
+	l.markUp()
+	close(l.ended)
+	m.metrics.ended.WithLabelValues(e.Cause).Inc()
+	if err := failpoint.Hit(m.ctx, fpExitAfter); err != nil {
+		m.Log.Warn("failpoint", "name", fpExitAfter, "error", err)
+	}
+	l.commitEnd(r)
+}
+
+func stateOf(e Exit) State {
+	switch e.Cause {
+	case CauseSandboxLost:
+		return Lost
+	case CauseExpired:
+		return Expired
+	}
+	return Exited
+}
+
+// commitEnd makes the row final, then lets the guest forget.
+func (l *live) commitEnd(r row) {
+	m := l.m
+	for {
+		err := m.commits.do(context.WithoutCancel(m.ctx), func(ctx context.Context, tx *sql.Tx) error {
+			if err := markEnded(ctx, tx, r); err != nil {
+				return err
+			}
+			return m.auditExit(ctx, tx, r)
+		})
+		if err == nil || errors.Is(err, errNoRow) { // no row: erased with its sandbox
+			break
+		}
+		m.Log.Error("end cannot be committed", "session", l.id, "error", err)
+		select {
+		case <-m.ctx.Done():
+			return
+		case <-m.Clock.After(m.Limits.Backoff):
+		}
+	}
+	m.keep(r, l)
+	close(l.done)
+	if r.state == Exited && r.exit.Cause != CauseStartFailed {
+		ctx, cancel := context.WithTimeout(m.ctx, 5*time.Second)
+		defer cancel()
+		if g, err := m.Guests.Guest(ctx, r.tenant, r.sandbox); err == nil {
+			if err := g.Forget(ctx, string(l.id)); err != nil {
+				m.Log.Debug("guest keeps an ended process", "session", l.id, "error", err)
+			}
+		}
+	}
+}
+
+func (m *Manager) auditExit(ctx context.Context, tx *sql.Tx, r row) error {
+	return m.Auditor.Append(ctx, tx, audit.Entry{At: r.exit.At, Tenant: r.tenant.String(), Actor: "node", Action: "session.exit", Target: string(r.id),
+		Request: r.request, Detail: map[string]string{"cause": r.exit.Cause, "code": fmt.Sprint(r.exit.Code)}})
+}
+
+// keep puts an ended session on the list of those that go when room is needed.
+// Its bytes stay charged until then.
+func (m *Manager) keep(r row, l *live) {
+	var n int64
+	l.mu.Lock()
+	if l.journal != nil {
+		n = l.journal.Disown()
+	}
+	l.mu.Unlock()
+	m.mu.Lock()
+	m.kept[r.sandbox] = append(m.kept[r.sandbox], kept{r.id, r.tenant, n})
+	m.mu.Unlock()
+}
+
+// finalEvent gives the last event of a session that ended so.
+func finalEvent(e Exit) (journal.Kind, []byte) {
+	type final struct {
+		Code string `json:"code"`
+		What string `json:"message"`
+		Exit Exit   `json:"exit"`
+	}
+	var body any = e
+	kind := journal.Exit
+	switch e.Cause {
+	case CauseSandboxLost:
+		kind, body = journal.Error, final{"sandbox_lost", "the machine that ran the command is gone", e}
+	case CauseExpired:
+		kind, body = journal.Error, final{"session_expired", "the session was not attached in time", e}
+	case CauseStartFailed:
+		kind, body = journal.Error, final{"start_failed", "the command could not be started", e}
+	}
+	b, err := json.Marshal(body)
+	if err != nil { // strings, numbers and a time: cannot happen
+		b = []byte(`{}`)
+	}
+	return kind, b
+}
+
+func parseFinal(ev journal.Event) (*Exit, error) {
+	var f struct {
+		Exit Exit `json:"exit"`
+	}
+	var to any = &f
+	if ev.Kind == journal.Exit {
+		to = &f.Exit
+	}
+	if err := json.Unmarshal(ev.Data, to); err != nil {
+		return nil, fmt.Errorf("session: final event: %w", err)
+	}
+	return &f.Exit, nil
+}
+
+// acker acknowledges output on a goroutine that lives only while there is some.
+type acker struct {
+	mu      sync.Mutex
+	offset  uint64
+	acked   uint64
+	running bool
+	more    chan struct{}
+}
+
+func (a *acker) want(ctx context.Context, m *Manager, g guestclient.Guest, id string, offset uint64) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.offset = offset
+	if a.running {
+		if a.offset-a.acked >= ackBytes {
+			select {
+			case a.more <- struct{}{}:
+			default:
+			}
+		}
+		return
+	}
+	if a.more == nil {
+		a.more = make(chan struct{}, 1)
+	}
+	a.running = true
+	m.wg.Go(func() { a.run(ctx, m, g, id) })
+}
+
+func (a *acker) run(ctx context.Context, m *Manager, g guestclient.Guest, id string) {
+	t := time.NewTimer(ackDelay)
+	defer t.Stop()
+	for {
+		a.mu.Lock()
+		small := a.offset-a.acked < ackBytes
+		a.mu.Unlock()
+		if small {
+			t.Reset(ackDelay)
+			select {
+			case <-a.more:
+			case <-t.C:
+			case <-ctx.Done():
+			}
+		}
+		a.mu.Lock()
+		offset := a.offset
+		if ctx.Err() != nil || offset <= a.acked {
+			a.running = false
+			a.mu.Unlock()
+			return
+		}
+		a.mu.Unlock()
+		// A lost acknowledgement costs nothing: the next one covers it, and a
+		// broken channel ends the stream too.
+		err := g.Ack(ctx, id, offset)
+		a.mu.Lock()
+		if err != nil {
+			a.running = false
+			a.mu.Unlock()
+			return
+		}
+		a.acked = offset
+		a.mu.Unlock()
+	}
+}
