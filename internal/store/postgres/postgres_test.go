@@ -16,3 +16,11 @@ func TestStore(t *testing.T) {
 		return func() (store.Store, error) { return postgres.Open(dsn) }
 	})
 }
+
+func BenchmarkStore(b *testing.B) {
+	server := postgrestest.Start(b)
+	storetest.Bench(b, func(b *testing.B) storetest.Opener {
+		dsn := server.Database(b)
+		return func() (store.Store, error) { return postgres.Open(dsn) }
+	})
+}

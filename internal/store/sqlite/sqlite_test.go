@@ -15,3 +15,10 @@ func TestStore(t *testing.T) {
 		return func() (store.Store, error) { return sqlite.Open(path) }
 	})
 }
+
+func BenchmarkStore(b *testing.B) {
+	storetest.Bench(b, func(b *testing.B) storetest.Opener {
+		path := filepath.Join(b.TempDir(), "control.db")
+		return func() (store.Store, error) { return sqlite.Open(path) }
+	})
+}

@@ -161,10 +161,10 @@ func sandboxQuery(t tenant.ID, f store.Filter, from *place, limit int) (string, 
 	var args []any
 	for _, st := range states {
 		parts = append(parts, `SELECT * FROM (SELECT s.tenant, s.revision, s.doc, s.created_at, s.id FROM sandboxes s WHERE s.tenant = ? AND s.observed = ?`+
-			living+cond+order+limitSQL(limit)+`) x`)
+			living+cond+order+limitSQL(limit)+`) u`)
 		args = append(append(args, t.String(), st), condArgs...)
 	}
-	return sandboxColumns + `(` + strings.Join(parts, " UNION ALL ") + `) s` + order + limitSQL(limit), args, nil
+	return `SELECT tenant, revision, doc FROM (` + strings.Join(parts, " UNION ALL ") + `) u ORDER BY created_at DESC, id DESC` + limitSQL(limit), args, nil
 }
 
 // labelQuery walks the index of one pair and checks the others row by row.

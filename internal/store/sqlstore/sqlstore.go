@@ -75,6 +75,7 @@ type Store struct {
 	o         Options
 	rebound   sync.Map // query with ? to query with $n
 	cursorKey []byte
+	trace     func(query string, args []any) // of tests, set before use
 }
 
 var _ store.Store = (*Store)(nil)
@@ -117,6 +118,7 @@ func (s *Store) on(q querier) runner { return runner{q: q, s: s} }
 func (s *Store) read() runner        { return runner{q: s.o.Read, s: s} }
 
 func (r runner) exec(ctx context.Context, query string, args ...any) (int64, error) {
+	r.s.traced(query, args)
 	res, err := r.q.ExecContext(ctx, r.s.rebind(query), args...)
 	if err != nil {
 		return 0, fmt.Errorf("store: %w", err)
@@ -129,11 +131,13 @@ func (r runner) exec(ctx context.Context, query string, args ...any) (int64, err
 }
 
 func (r runner) row(ctx context.Context, query string, args ...any) *sql.Row {
+	r.s.traced(query, args)
 	return r.q.QueryRowContext(ctx, r.s.rebind(query), args...)
 }
 
 // each calls scan for every row.
 func (r runner) each(ctx context.Context, scan func(*sql.Rows) error, query string, args ...any) error {
+	r.s.traced(query, args)
 	rows, err := r.q.QueryContext(ctx, r.s.rebind(query), args...)
 	if err != nil {
 		return fmt.Errorf("store: %w", err)
@@ -148,6 +152,12 @@ func (r runner) each(ctx context.Context, scan func(*sql.Rows) error, query stri
 		return fmt.Errorf("store: %w", err)
 	}
 	return nil
+}
+
+func (s *Store) traced(query string, args []any) {
+	if s.trace != nil {
+		s.trace(query, args)
+	}
 }
 
 func (s *Store) rebind(query string) string {

@@ -37,13 +37,17 @@ func (y system) refs(ctx context.Context, query string, args ...any) ([]store.Re
 	return out, err
 }
 
-// Unsettled implements store.System.
+// Unsettled implements store.System. Each half is ordered and cut by itself, so
+// that settled rows cost nothing; a row may be in both.
 func (y system) Unsettled(ctx context.Context, limit int) ([]store.Ref, error) {
-	return y.refs(ctx, `SELECT u.tenant, u.id FROM (
-			SELECT s.tenant, s.id, s.updated_at FROM sandboxes s WHERE s.generation > s.converged
-			UNION
-			SELECT s.tenant, s.id, s.updated_at FROM operations o JOIN sandboxes s ON s.id = o.sandbox AND s.tenant = o.tenant WHERE o.final = 0
-		) u ORDER BY u.updated_at, u.id`+limitSQL(limits(limit)))
+	limit = limits(limit)
+	out, err := y.refs(ctx, `SELECT tenant, id FROM (
+			SELECT * FROM (SELECT tenant, id, updated_at FROM sandboxes WHERE generation > converged ORDER BY updated_at, id`+limitSQL(limit)+`) u
+			UNION ALL
+			SELECT * FROM (SELECT DISTINCT s.tenant, s.id, s.updated_at FROM operations o JOIN sandboxes s ON s.id = o.sandbox AND s.tenant = o.tenant
+				WHERE o.final = 0 ORDER BY s.updated_at, s.id`+limitSQL(limit)+`) u
+		) u ORDER BY updated_at, id`+limitSQL(2*limit))
+	return out[:min(limit, len(out))], err
 }
 
 // Living implements store.System.
