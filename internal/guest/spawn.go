@@ -223,25 +223,34 @@ func (e *ends) closeAll() {
 	}
 }
 
+func openTerminal(size guestapi.Size, who account) (*ends, error) {
+	outer, t, err := pty.Open()
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = outer.Close() }()
+	if size.Rows > 0 && size.Cols > 0 {
+		_ = pty.Setsize(outer, &pty.Winsize{Rows: size.Rows, Cols: size.Cols})
+	}
+	_ = unix.Fchown(int(t.Fd()), who.uid, -1)
+	// The library leaves both sides blocking, which is right for the inner one.
+	// The outer one is polled: reads happen under the buffer's lock and must not wait.
+	fd, err := unix.FcntlInt(outer.Fd(), unix.F_DUPFD_CLOEXEC, 0)
+	if err == nil {
+		err = unix.SetNonblock(fd, true)
+	}
+	if err != nil {
+		_ = t.Close()
+		return nil, err
+	}
+	p := os.NewFile(uintptr(fd), "terminal")
+	return &ends{child: [3]*os.File{t, t, t}, stdin: p, stdout: p, tty: t}, nil
+}
+
 func openEnds(r guestapi.Start, who account) (*ends, error) {
 	e := &ends{}
 	if r.PTY != nil {
-		p, t, err := pty.Open()
-		if err != nil {
-			return nil, err
-		}
-		e.child = [3]*os.File{t, t, t}
-		e.stdin, e.stdout, e.tty = p, p, t
-		// The process expects a terminal that blocks; only the outer side is polled.
-		_ = unix.SetNonblock(int(t.Fd()), false)
-		_ = unix.Fchown(int(t.Fd()), who.uid, -1)
-		if r.PTY.Rows > 0 && r.PTY.Cols > 0 {
-			if err := pty.Setsize(p, &pty.Winsize{Rows: r.PTY.Rows, Cols: r.PTY.Cols}); err != nil {
-				e.closeAll()
-				return nil, err
-			}
-		}
-		return e, nil
+		return openTerminal(*r.PTY, who)
 	}
 	var err error
 	if r.Stdin {

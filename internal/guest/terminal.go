@@ -5,7 +5,7 @@ import (
 	"net/http"
 	"syscall"
 
-	"github.com/creack/pty"
+	"golang.org/x/sys/unix"
 
 	"github.com/space-platform/space/api/guestapi"
 )
@@ -26,7 +26,16 @@ func (s *Server) handleResize(w http.ResponseWriter, r *http.Request, p *process
 	case size.Rows == 0 || size.Cols == 0:
 		return refuse(400, guestapi.CodeInvalid, "a terminal has at least one row and one column")
 	}
-	if err := pty.Setsize(p.ends.stdout, &pty.Winsize{Rows: size.Rows, Cols: size.Cols}); err != nil {
+	// Not pty.Setsize: it makes the descriptor blocking.
+	rc, err := p.ends.stdout.SyscallConn()
+	if err == nil {
+		if cerr := rc.Control(func(fd uintptr) {
+			err = unix.IoctlSetWinsize(int(fd), unix.TIOCSWINSZ, &unix.Winsize{Row: size.Rows, Col: size.Cols})
+		}); cerr != nil {
+			err = cerr
+		}
+	}
+	if err != nil {
 		return refuse(409, guestapi.CodeProcessEnded, "the terminal is closed")
 	}
 	return reply(w, 200, struct{}{})
