@@ -50,8 +50,7 @@ func (b *box) work() {
 		}
 		s := stepLook
 		if b.known {
-			s = next(view{target: b.row.Target, cond: b.cond, made: b.row.Made, booted: b.row.BootID != "",
-				down: b.row.Down, ready: b.ready})
+			s = next(b.view())
 		}
 		var err error
 		var hook func()
@@ -85,6 +84,17 @@ func (b *box) work() {
 	}
 }
 
+// view is what the next step depends on. b.mu is held.
+func (b *box) view() view {
+	return view{target: b.row.Target, cond: b.cond, made: b.row.Made, whole: b.whole(), booted: b.row.BootID != "",
+		down: b.row.Down, ready: b.ready}
+}
+
+// whole reports whether the machine is known to be completely made.
+func (b *box) whole() bool {
+	return b.row.Made || b.created || b.cond != runtime.Created && b.cond != absent
+}
+
 // settle records that nothing is left to do. It gives the session hook to call
 // without the lock. b.mu is held.
 func (b *box) settle(ctx context.Context) (hook func(), err error) {
@@ -94,10 +104,10 @@ func (b *box) settle(ctx context.Context) (hook func(), err error) {
 		boot = b.bootID
 	}
 	changed := !r.settled() || !r.Converged
-	if changed || r.BootID != boot || (!r.Made && b.cond != absent) {
+	if changed || r.BootID != boot || r.Made != b.whole() {
 		err := b.commit(ctx, func(r *row) {
 			r.State, r.Converged, r.BootID, r.Down = r.Target, true, boot, false
-			r.Made = r.Made || b.cond != absent
+			r.Made = b.whole()
 		}, nil)
 		if err != nil {
 			return nil, err
@@ -193,7 +203,9 @@ func (b *box) perform(ctx context.Context, s step) {
 		return
 	}
 	if err == nil {
-		b.attempts, b.waitingFor, b.lastErr = 0, "", nil
+		if s != stepLook { // a look between two tries is no success
+			b.attempts, b.waitingFor, b.lastErr = 0, "", nil
+		}
 		b.mu.Unlock()
 		return
 	}
@@ -280,7 +292,7 @@ func (b *box) record(ctx context.Context, s step, r *row) error {
 	defer b.mu.Unlock()
 	switch s {
 	case stepCreate:
-		b.cond, b.bootID, b.exit = runtime.Created, "", nil
+		b.created = true
 		b.known = false // a machine of an earlier, unrecorded run may be further
 	case stepStart:
 		b.ready, b.bootSince, b.started = false, time.Time{}, true

@@ -175,7 +175,7 @@ func (b *box) adopt(ctx context.Context, st runtime.Status) (AdoptionResult, err
 	if r.Target == sandbox.Quarantined && was != sandbox.Quarantined {
 		return AdoptedMismatch, nil
 	}
-	switch next(view{target: r.Target, cond: b.cond, made: r.Made, booted: r.BootID != "", down: r.Down}) {
+	switch next(b.view()) {
 	case stepDied:
 		return AdoptedDead, b.fail(ctx, sandbox.Failed, triggerAdoptedDead, diedProblem(st.Exit))
 	case stepLost:

@@ -156,11 +156,11 @@ func assign(r *row, a Assignment, sealed []byte, now time.Time, fresh bool) {
 	r.Target, r.Converged = a.Desired, false
 	switch a.Desired {
 	case sandbox.Deleted:
-		r.Down, r.Cause, r.Reason = true, "deleted", ""
+		r.Down, r.Cause, r.Reason = !fresh, "deleted", ""
 		return
 	case sandbox.Stopped:
 		if was.State != sandbox.Stopped || was.Target != sandbox.Stopped {
-			r.Down, r.Cause, r.Reason = true, "stopped", ""
+			r.Down, r.Cause, r.Reason = !fresh, "stopped", ""
 		}
 	default:
 		// Failed and quarantined stay so: only a restart leads out of the first,

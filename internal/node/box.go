@@ -41,6 +41,7 @@ type box struct {
 	exit    *runtime.Exit
 	bootID  string
 	machine runtime.Machine
+	created bool // this process has seen Create succeed
 	ready   bool // the guest of the running machine is configured
 	guest   guestclient.Guest
 

@@ -42,6 +42,7 @@ type view struct {
 	target sandbox.State
 	cond   runtime.Condition
 	made   bool // the files of this sandbox exist, or existed
+	whole  bool // the machine is known not to be half made
 	booted bool // clients know a memory that should be there
 	down   bool // a power-off is owed
 	ready  bool // the guest of the running machine was configured
@@ -71,6 +72,8 @@ func next(v view) step {
 		switch {
 		case !up && v.booted:
 			return stepDied
+		case v.cond == runtime.Created && !v.whole:
+			return stepCreate // what an interrupted Create left; it goes on from there
 		case !up:
 			return stepStart
 		case v.target == sandbox.Running && v.cond == runtime.Paused:
