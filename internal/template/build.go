@@ -9,9 +9,9 @@ import (
 	"io"
 	"net"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
+	"time"
 
 	"github.com/space-platform/space/internal/failpoint"
 	"github.com/space-platform/space/internal/fault"
@@ -23,9 +23,13 @@ const (
 	scratchBytes = 3 << 30
 	// neededMemory is what a build of base takes of the host's memory, with margin.
 	neededMemory = 1 << 30
+	// buildLimit ends a build that hangs, at a mirror that stalls for example.
+	buildLimit = 30 * time.Minute
 	// proxyAddr is in the build's own network namespace, where nobody else listens.
 	proxyAddr = "127.0.0.1:3142"
 )
+
+var errTooLong = fmt.Errorf("it took longer than %v", buildLimit)
 
 // Build makes the template of the recipe, or returns the one that this very
 // recipe has made before. progress, which may be nil, gets a short text for each
@@ -72,7 +76,7 @@ func (s *Store) build(ctx context.Context, r Recipe, force bool, progress func(s
 }
 
 // hostReady says what is missing for a build.
-func hostReady() error {
+func hostReady(toolPath string) error {
 	lacks := func(what, remedy string) error {
 		return fault.New(fault.Unavailable, "template_host_unprepared", "this host cannot build templates").
 			Because("%s", what).Do("%s", remedy).Retry(false).Wrap(ErrHost)
@@ -81,7 +85,7 @@ func hostReady() error {
 		return lacks("it takes root to make the build's namespaces", "run the host room as root")
 	}
 	for _, tool := range []string{"mmdebstrap", "tar2sqfs", "setpriv", "pivot_root"} {
-		if _, err := exec.LookPath(tool); err != nil {
+		if !installed(tool, toolPath) {
 			return lacks(tool+" is not installed", "run scripts/setup.sh, or install mmdebstrap, squashfs-tools-ng and util-linux")
 		}
 	}
@@ -94,11 +98,24 @@ func hostReady() error {
 	return nil
 }
 
+// installed reports whether a program is in one of the directories of path,
+// which is the build's and not ours.
+func installed(tool, path string) bool {
+	for dir := range strings.SplitSeq(path, ":") {
+		if st, err := os.Stat(filepath.Join(dir, tool)); err == nil && st.Mode().IsRegular() && st.Mode()&0o111 != 0 {
+			return true
+		}
+	}
+	return false
+}
+
 func (s *Store) make(ctx context.Context, r Recipe, step func(string)) (Info, error) {
-	if err := hostReady(); err != nil {
+	if err := hostReady(toolPath); err != nil {
 		return Info{}, err
 	}
 	s.starts.Add(1)
+	ctx, cancel := context.WithTimeoutCause(ctx, buildLimit, errTooLong)
+	defer cancel()
 	work, remove, err := s.workspace()
 	if err != nil {
 		return Info{}, err
@@ -117,15 +134,15 @@ func (s *Store) make(ctx context.Context, r Recipe, step func(string)) (Info, er
 	step("installing packages of Debian " + r.Suite)
 	t, err := s.bootstrap(ctx, r, content, step)
 	if err != nil {
-		return Info{}, failed(r, err)
+		return Info{}, failed(ctx, r, err)
 	}
 	for _, f := range r.Files {
 		if err := t.put(f); err != nil {
-			return Info{}, failed(r, err)
+			return Info{}, failed(ctx, r, err)
 		}
 	}
 	if err := t.check(); err != nil {
-		return Info{}, failed(r, err)
+		return Info{}, failed(ctx, r, err)
 	}
 	digest, err := t.digest(r.Config)
 	if err != nil {
@@ -134,7 +151,7 @@ func (s *Store) make(ctx context.Context, r Recipe, step func(string)) (Info, er
 	step("packing the image")
 	sum, size, err := pack(ctx, t, filepath.Join(work, imageName))
 	if err != nil {
-		return Info{}, failed(r, err)
+		return Info{}, failed(ctx, r, err)
 	}
 	if err := failpoint.Hit(ctx, fpImageDone); err != nil {
 		return Info{}, err
@@ -151,7 +168,10 @@ func (s *Store) make(ctx context.Context, r Recipe, step func(string)) (Info, er
 }
 
 // failed makes an error that users understand; what ended from outside stays as it is.
-func failed(r Recipe, err error) error {
+func failed(ctx context.Context, r Recipe, err error) error {
+	if cause := context.Cause(ctx); errors.Is(cause, errTooLong) {
+		err = cause
+	}
 	if errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) || errors.Is(err, ErrHost) {
 		return err
 	}
@@ -169,7 +189,7 @@ func (s *Store) bootstrap(ctx context.Context, r Recipe, content spool, step fun
 	if s.o.CacheDir != "" {
 		pruneCache(s.o.CacheDir, s.o.Clock.Now(), false)
 	}
-	way := newProxy(sources, s.o.CacheDir)
+	way := newProxy(sources, s.o.CacheDir, hostProxy(ctx))
 
 	out, in := io.Pipe()
 	var t *tree

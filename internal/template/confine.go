@@ -26,6 +26,9 @@ const (
 	idCount = 65536
 )
 
+// toolPath is where a build finds programs, whatever our own environment says.
+const toolPath = "/usr/sbin:/usr/bin:/sbin:/bin"
+
 //go:embed confine.sh
 var confineScript string
 
@@ -61,7 +64,7 @@ func (c command) run(ctx context.Context) error {
 	cmd := exec.CommandContext(ctx, "/bin/sh", append([]string{"-c", confineScript, "build"}, c.args...)...)
 	cmd.Dir = "/"
 	cmd.Env = append([]string{
-		"PATH=/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", "TMPDIR=/tmp", "LC_ALL=C.UTF-8", "TZ=UTC",
+		"PATH=" + toolPath, "HOME=/root", "TMPDIR=/tmp", "LC_ALL=C.UTF-8", "TZ=UTC",
 		fmt.Sprintf("SOURCE_DATE_EPOCH=%d", epoch.Unix()), fmt.Sprintf("SPACE_SCRATCH=%d", c.scratch),
 	}, c.env...)
 	cmd.Stdin, cmd.Stdout = c.stdin, c.stdout

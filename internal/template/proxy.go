@@ -32,7 +32,9 @@ type proxy struct {
 	refused         atomic.Int64
 }
 
-func newProxy(sources []source, cache string) *proxy {
+// newProxy makes a proxy for the mirrors. upstream is the proxy that the host
+// itself has to use, or nil.
+func newProxy(sources []source, cache string, upstream *url.URL) *proxy {
 	dialer := &net.Dialer{Timeout: 20 * time.Second}
 	p := &proxy{allowed: map[string]bool{}, cache: cache, dial: dialer.DialContext}
 	for _, s := range sources {
@@ -41,7 +43,7 @@ func newProxy(sources []source, cache string) *proxy {
 		}
 	}
 	p.transport = &http.Transport{
-		Proxy:                 http.ProxyFromEnvironment, // an operator's own proxy
+		Proxy:                 http.ProxyURL(upstream),
 		DialContext:           dialer.DialContext,
 		ResponseHeaderTimeout: 60 * time.Second,
 		IdleConnTimeout:       30 * time.Second,

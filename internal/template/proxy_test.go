@@ -22,7 +22,7 @@ func through(t *testing.T, cache string, mirrors ...string) (*proxy, *http.Clien
 	for _, m := range mirrors {
 		sources = append(sources, source{m + "/debian", "bookworm", "main"})
 	}
-	p := newProxy(sources, cache)
+	p := newProxy(sources, cache, nil)
 	l, err := net.Listen("tcp4", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)

@@ -2,9 +2,11 @@ package template
 
 import (
 	"bufio"
+	"context"
 	"io"
 	"net/url"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -143,4 +145,24 @@ func parseDeb822(r io.Reader, suite string) []source {
 	}
 	end()
 	return out
+}
+
+// hostProxy is the proxy that the host's apt uses for plain HTTP, or nil.
+func hostProxy(ctx context.Context) *url.URL {
+	cmd := exec.CommandContext(ctx, "/usr/bin/apt-config", "dump", "--no-empty", "--format", "%v%n", "Acquire::http::Proxy")
+	cmd.Env = []string{"PATH=" + toolPath}
+	out, err := cmd.Output()
+	if err != nil {
+		return nil // no apt here: then nothing is set either
+	}
+	return parseProxy(string(out))
+}
+
+func parseProxy(out string) *url.URL {
+	line, _, _ := strings.Cut(out, "\n")
+	u, err := url.Parse(strings.TrimSpace(line))
+	if err != nil || u.Scheme != "http" || u.Hostname() == "" {
+		return nil // apt writes DIRECT for none
+	}
+	return u
 }

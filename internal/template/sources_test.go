@@ -81,6 +81,20 @@ func TestHostSourcesFallBackToDebian(t *testing.T) {
 	}
 }
 
+func TestParseProxy(t *testing.T) {
+	for out, want := range map[string]string{
+		"http://cache.example:3142/\n": "cache.example:3142", "": "", "DIRECT\n": "", "false\n": "", "socks5h://x:1\n": "", "http://\n": "", "\n": "",
+	} {
+		got := ""
+		if u := parseProxy(out); u != nil {
+			got = u.Host
+		}
+		if got != want {
+			t.Errorf("%q: %q, want %q", out, got, want)
+		}
+	}
+}
+
 func FuzzSources(f *testing.F) {
 	f.Add("deb http://a.example/debian bookworm main")
 	f.Add("Types: deb\nURIs: http://a.example/x\nSuites: bookworm\nComponents: main\n")

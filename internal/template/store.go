@@ -132,11 +132,9 @@ func (s *Store) List() ([]Info, error) {
 			continue
 		}
 		info, err := s.Resolve(ref)
-		if errors.Is(err, ErrNotFound) || errors.Is(err, ErrInvalid) {
-			continue
-		}
 		if err != nil {
-			return nil, err
+			s.skip(ref, err)
+			continue
 		}
 		named[info.Digest] = true
 		out = append(out, info)
@@ -150,11 +148,9 @@ func (s *Store) List() ([]Info, error) {
 			continue
 		}
 		info, err := s.Resolve("sha256:" + e.Name())
-		if errors.Is(err, ErrNotFound) || errors.Is(err, ErrInvalid) {
-			continue
-		}
 		if err != nil {
-			return nil, err
+			s.skip(e.Name(), err)
+			continue
 		}
 		out = append(out, info)
 	}
@@ -165,6 +161,13 @@ func (s *Store) List() ([]Info, error) {
 		return strings.Compare(a.Reference+" "+a.Digest, b.Reference+" "+b.Digest)
 	})
 	return out, nil
+}
+
+// skip notes that one template is left out of a list: it must not hide the others.
+func (s *Store) skip(entry string, err error) {
+	if !errors.Is(err, ErrNotFound) { // deleted while we looked
+		s.o.Log.Warn("leaving out a template that cannot be read", "entry", entry, "error", err)
+	}
 }
 
 // Resolve finds a template by "name:tag", "name" or "sha256:<hex>". Errors:

@@ -228,6 +228,10 @@ func TestCorruptRecordsAreErrorsNotPanics(t *testing.T) {
 			t.Errorf("record %.20q: error %v", content, err)
 		}
 	}
+	other := must(t)(publish(t, s, tiny(), "two"))
+	if list, err := s.List(); err != nil || len(list) != 1 || list[0].Digest != other.Digest {
+		t.Errorf("a template that cannot be read hides the others: %v, %v", list, err)
+	}
 }
 
 func TestLockWaitsAndEndsWithItsContext(t *testing.T) {

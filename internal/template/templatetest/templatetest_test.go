@@ -123,7 +123,7 @@ func TestBaseHasWhatPeopleExpect(t *testing.T) {
 		"cat /etc/hostname /etc/machine-id /etc/resolv.conf":          "sandbox",
 		"grep -c BEGIN /etc/ssl/certs/ca-certificates.crt | wc -l":    "1",
 		"git init -q /tmp/r && cd /tmp/r && git -c user.name=u -c user.email=e commit -q --allow-empty -m m && git log --oneline | wc -l": "1",
-		"ls -A /var/cache/apt/archives /var/lib/apt/lists /dev | grep -v -e : -e partial -e null -e urandom | xargs":                                 "",
+		"ls -A /var/cache/apt/archives /var/lib/apt/lists /dev | grep -v -e : -e partial -e null -e urandom | xargs":                      "",
 	} {
 		out, err := within(t, root, info.Config, info.Config.Shell, "-c", line)
 		if err != nil || out != want {
