@@ -30,7 +30,7 @@ var ErrNoSpace = errors.New("disk: no space on the host")
 // than 1 MiB whatever its size. No blocks are reserved, because root in the guest is
 // a tenant like everybody else there.
 var mkfsArgs = []string{
-	"-q", "-F", "-t", "ext4", "-b", "4096", "-I", "256", "-i", "16384", "-m", "0", "-J", "size=16",
+	"-q", "-F", "-t", "ext4", "-b", "4096", "-I", "256", "-i", "16384", "-m", "0",
 	"-O", "none,has_journal,ext_attr,dir_index,filetype,extent,64bit,flex_bg,sparse_super,large_file,huge_file,dir_nlink,extra_isize,metadata_csum",
 	"-E", "lazy_itable_init=1,lazy_journal_init=1,nodiscard,root_owner=0:0",
 }
@@ -59,7 +59,7 @@ func Make(ctx context.Context, path string, size int64) error {
 	if err := f.Truncate(size &^ 4095); err != nil {
 		return noSpace(fmt.Errorf("disk: size image: %w", err))
 	}
-	if err := mkfs(ctx, tmp); err != nil {
+	if err := mkfs(ctx, tmp, journal(size)); err != nil {
 		return err
 	}
 	if err := f.Sync(); err != nil {
@@ -71,8 +71,20 @@ func Make(ctx context.Context, path string, size int64) error {
 	return nil
 }
 
-func mkfs(ctx context.Context, image string) error {
-	cmd := exec.CommandContext(ctx, mkfsPath(), append(append([]string{}, mkfsArgs...), image)...)
+// journal is the size of the journal in MiB for an image of size bytes.
+func journal(size int64) int {
+	switch {
+	case size < 128<<20:
+		return 4
+	case size < 1<<30:
+		return 16
+	}
+	return 32
+}
+
+func mkfs(ctx context.Context, image string, journalMiB int) error {
+	args := append(append([]string{}, mkfsArgs...), "-J", fmt.Sprintf("size=%d", journalMiB), image)
+	cmd := exec.CommandContext(ctx, mkfsPath(), args...)
 	cmd.Env = []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin", "MKE2FS_CONFIG=/dev/null", "LC_ALL=C"}
 	var errOut bytes.Buffer
 	cmd.Stderr = &errOut
@@ -80,8 +92,8 @@ func mkfs(ctx context.Context, image string) error {
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
-		line, _, _ := strings.Cut(strings.TrimSpace(errOut.String()), "\n")
-		err = fmt.Errorf("disk: mkfs.ext4: %w: %s", err, line)
+		lines := strings.Join(strings.Fields(errOut.String()), " ")
+		err = fmt.Errorf("disk: mkfs.ext4: %w: %.500s", err, lines)
 		if strings.Contains(errOut.String(), "No space left") {
 			return fmt.Errorf("%w: %w", ErrNoSpace, err)
 		}

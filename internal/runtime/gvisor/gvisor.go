@@ -49,7 +49,7 @@ import (
 type Templates interface {
 	// Mount makes the tree of digest available and returns its directory. It is
 	// called often and must be cheap when the tree is there. An unknown digest
-	// gives an error for which errors.Is(err, runtime.ErrNoTemplate).
+	// gives template.ErrNotFound or runtime.ErrNoTemplate.
 	Mount(ctx context.Context, digest string) (lowerDir string, err error)
 }
 
@@ -86,8 +86,10 @@ type Runtime struct {
 	groups *cgroup.Tree
 	hostID string
 	slots  chan struct{}
-	stop   chan struct{}
-	wg     sync.WaitGroup
+	// life ends with Close, and with it every call.
+	life context.Context
+	end  context.CancelFunc
+	wg   sync.WaitGroup // of our goroutines and of calls
 
 	mu      sync.Mutex
 	entries map[sandbox.ID]*entry // guarded by mu
@@ -155,10 +157,10 @@ func New(conf Config) (*Runtime, error) {
 		conf: conf, paths: p, groups: groups,
 		hostID:  strings.TrimSpace(string(hostID)),
 		slots:   make(chan struct{}, conf.Creates),
-		stop:    make(chan struct{}),
 		entries: map[sandbox.ID]*entry{},
 		locks:   map[sandbox.ID]*lock{},
 	}
+	r.life, r.end = context.WithCancel(context.Background())
 	if err := r.find(); err != nil {
 		_ = r.Close()
 		return nil, err
@@ -168,7 +170,8 @@ func New(conf Config) (*Runtime, error) {
 	return r, nil
 }
 
-// Close ends the watching and closes the channels. Machines go on running.
+// Close ends the watching, the calls that are under way and the channels, and
+// waits for them. Machines go on running.
 func (r *Runtime) Close() error {
 	r.mu.Lock()
 	if r.closed {
@@ -176,7 +179,7 @@ func (r *Runtime) Close() error {
 		return nil
 	}
 	r.closed = true
-	close(r.stop)
+	r.end()
 	var acceptors []*channel.Acceptor
 	for _, e := range r.entries {
 		if e.watch != nil {
@@ -237,6 +240,11 @@ func (r *Runtime) Create(ctx context.Context, spec runtime.Spec) (runtime.Machin
 	if err := Valid(spec); err != nil {
 		return nil, err
 	}
+	ctx, leave, err := r.enter(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer leave()
 	unlock, err := r.lock(ctx, spec.ID)
 	if err != nil {
 		return nil, err
@@ -303,6 +311,11 @@ func (r *Runtime) Destroy(ctx context.Context, id sandbox.ID) error {
 	if _, err := sandbox.ParseID(string(id)); err != nil {
 		return fmt.Errorf("gvisor: %w", err)
 	}
+	ctx, leave, err := r.enter(ctx)
+	if err != nil {
+		return err
+	}
+	defer leave()
 	unlock, err := r.lock(ctx, id)
 	if err != nil {
 		return err
@@ -375,6 +388,22 @@ func (r *Runtime) put(rec record) error {
 	}
 	e.rec = rec.clone()
 	return nil
+}
+
+// errClosed: the runtime of this process was closed.
+var errClosed = errors.New("gvisor: the runtime is closed")
+
+// enter registers a call: it ends when the runtime is closed, and Close waits for it.
+func (r *Runtime) enter(ctx context.Context) (context.Context, func(), error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.closed {
+		return nil, nil, errClosed
+	}
+	r.wg.Add(1)
+	ctx, cancel := context.WithCancel(ctx)
+	stop := context.AfterFunc(r.life, cancel)
+	return ctx, func() { stop(); cancel(); r.wg.Done() }, nil
 }
 
 // lock is the lock of one id, counted so that it goes with its last user.

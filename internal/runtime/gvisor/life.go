@@ -17,6 +17,7 @@ import (
 	"github.com/space-platform/space/internal/netns"
 	"github.com/space-platform/space/internal/runtime"
 	"github.com/space-platform/space/internal/sandbox"
+	"github.com/space-platform/space/internal/template"
 )
 
 // The places where tests fail, hang or kill us.
@@ -117,6 +118,9 @@ func hostRoom(err error) error {
 
 func (r *Runtime) lower(ctx context.Context, spec runtime.Spec) (string, error) {
 	lower, err := r.conf.Templates.Mount(ctx, spec.TemplateDigest)
+	if errors.Is(err, template.ErrNotFound) {
+		return "", fmt.Errorf("%w: %w", runtime.ErrNoTemplate, err)
+	}
 	if err != nil {
 		return "", fmt.Errorf("gvisor: template: %w", err)
 	}

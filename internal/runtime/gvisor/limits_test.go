@@ -117,7 +117,7 @@ func TestHostLimits(t *testing.T) {
 	}
 }
 
-func sandboxPID(t *testing.T, c gvisor.Config, spec runtime.Spec) int {
+func sandboxPID(t testing.TB, c gvisor.Config, spec runtime.Spec) int {
 	t.Helper()
 	b, err := os.ReadFile(filepath.Join(c.RunDir, "m", string(spec.ID), "pid"))
 	ok(t, err)

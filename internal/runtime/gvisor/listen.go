@@ -92,7 +92,7 @@ func (e *entry) closeChannel() *channel.Acceptor {
 // accept.
 func (r *Runtime) ListenFD(ctx context.Context, id sandbox.ID) (*os.File, error) {
 	var f *os.File
-	err := machine{r, id}.locked(ctx, func(rec record) (err error) {
+	err := machine{r, id}.locked(ctx, func(_ context.Context, rec record) (err error) {
 		f, err = r.listenFD(rec)
 		return err
 	})
@@ -133,7 +133,7 @@ func (r *Runtime) acceptor(ctx context.Context, id sandbox.ID) (*channel.Accepto
 	}
 	r.mu.Unlock()
 	var a *channel.Acceptor
-	err := machine{r, id}.locked(ctx, func(rec record) error {
+	err := machine{r, id}.locked(ctx, func(_ context.Context, rec record) error {
 		r.mu.Lock()
 		if e := r.entries[id]; e != nil && e.acceptor != nil {
 			a = e.acceptor

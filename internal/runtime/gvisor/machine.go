@@ -23,7 +23,12 @@ var _ runtime.Machine = machine{}
 func (m machine) ID() sandbox.ID { return m.id }
 
 // locked runs f with the lock of the machine and its record.
-func (m machine) locked(ctx context.Context, f func(rec record) error) error {
+func (m machine) locked(ctx context.Context, f func(ctx context.Context, rec record) error) error {
+	ctx, leave, err := m.r.enter(ctx)
+	if err != nil {
+		return err
+	}
+	defer leave()
 	unlock, err := m.r.lock(ctx, m.id)
 	if err != nil {
 		return err
@@ -33,7 +38,7 @@ func (m machine) locked(ctx context.Context, f func(rec record) error) error {
 	if !ok || rec.Removing {
 		return notFound(m.id)
 	}
-	return f(rec)
+	return f(ctx, rec)
 }
 
 // Status implements runtime.Machine.
@@ -47,19 +52,19 @@ func (m machine) Status(context.Context) (runtime.Status, error) {
 
 // Start implements runtime.Machine. A paused machine is to be resumed: ErrPaused.
 func (m machine) Start(ctx context.Context) error {
-	return m.locked(ctx, func(rec record) error { return m.r.start(ctx, rec) })
+	return m.locked(ctx, func(ctx context.Context, rec record) error { return m.r.start(ctx, rec) })
 }
 
 // Pause implements runtime.Machine.
 func (m machine) Pause(ctx context.Context) error {
-	return m.locked(ctx, func(rec record) error {
+	return m.locked(ctx, func(ctx context.Context, rec record) error {
 		return m.r.freeze(ctx, rec, true, verbPause, fpPause, fpPauseCommit)
 	})
 }
 
 // Resume implements runtime.Machine.
 func (m machine) Resume(ctx context.Context) error {
-	return m.locked(ctx, func(rec record) error {
+	return m.locked(ctx, func(ctx context.Context, rec record) error {
 		return m.r.freeze(ctx, rec, false, verbResume, fpResume, fpResumeCommit)
 	})
 }
@@ -117,7 +122,7 @@ func (m machine) Capture(context.Context, runtime.CaptureKind) (runtime.Artifact
 
 // Stop implements runtime.Machine.
 func (m machine) Stop(ctx context.Context) error {
-	return m.locked(ctx, func(rec record) error { return m.r.halt(ctx, rec) })
+	return m.locked(ctx, func(ctx context.Context, rec record) error { return m.r.halt(ctx, rec) })
 }
 
 // Destroy implements runtime.Machine.

@@ -17,6 +17,11 @@ import (
 // machine, finishes destructions that were cut short, and says what it did, a
 // line each. It touches nothing of a machine that has a record.
 func (r *Runtime) Sweep(ctx context.Context) ([]string, error) {
+	ctx, leave, err := r.enter(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer leave()
 	var did []string
 	var errs []error
 	note := func(err error, format string, args ...any) {
@@ -36,6 +41,22 @@ func (r *Runtime) Sweep(ctx context.Context) ([]string, error) {
 		}
 		unlock()
 	}
+	// Boots that were cut short: no caller was told that they run.
+	for _, id := range r.cutShort() {
+		unlock, err := r.lock(ctx, id)
+		if err != nil {
+			return did, err
+		}
+		if rec, ok := r.get(id); ok && rec.Boot != nil && !rec.Boot.Started && !rec.Removing {
+			err := r.kill(ctx, id)
+			if err == nil {
+				rec.Boot = nil
+				err = r.put(rec)
+			}
+			note(err, "ended the boot of %s: it was cut short", id)
+		}
+		unlock()
+	}
 	// Loop devices that kept their image after their mount went.
 	loops, err := disk.Loops(r.paths.machines())
 	if err != nil {
@@ -48,6 +69,18 @@ func (r *Runtime) Sweep(ctx context.Context) ([]string, error) {
 		}
 	}
 	return did, errors.Join(errs...)
+}
+
+func (r *Runtime) cutShort() []sandbox.ID {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	var out []sandbox.ID
+	for id, e := range r.entries {
+		if e.rec.Boot != nil && !e.rec.Boot.Started {
+			out = append(out, id)
+		}
+	}
+	return out
 }
 
 // suspects lists ids that own something here but have no whole record.

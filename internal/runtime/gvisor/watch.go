@@ -128,16 +128,7 @@ func (r *Runtime) observe(id sandbox.ID, w *watch) {
 	w.finish(exit)
 
 	// Make it durable, and end what the sandbox process left.
-	ctx, cancel := context.WithCancel(context.Background())
-	defer cancel()
-	go func() {
-		select {
-		case <-r.stop:
-			cancel()
-		case <-ctx.Done():
-		}
-	}()
-	unlock, err := r.lock(ctx, id)
+	unlock, err := r.lock(r.life, id)
 	if err != nil {
 		return
 	}
@@ -153,9 +144,9 @@ func (r *Runtime) observe(id sandbox.ID, w *watch) {
 	if !ours || rec.Exit == nil || rec.Removing {
 		return
 	}
-	kctx, kcancel := context.WithTimeout(ctx, patience)
+	kctx, kcancel := context.WithTimeout(r.life, patience)
 	defer kcancel()
-	if err := r.groups.Kill(kctx, string(id)); err != nil {
+	if err := r.groups.Kill(kctx, string(id)); err != nil && r.life.Err() == nil {
 		r.conf.Logf("gvisor: after the end of %s: %v", id, err)
 	}
 	if err := r.paths.save(rec); err != nil {
@@ -265,7 +256,7 @@ func (r *Runtime) watchMemory() {
 	defer r.wg.Done()
 	for {
 		select {
-		case <-r.stop:
+		case <-r.life.Done():
 			return
 		case <-r.conf.Clock.After(memoryPeriod):
 		}

@@ -60,7 +60,12 @@ func Make(t testing.TB, o Options) *World {
 	if w.Digest == "" {
 		w.Digest = ProbeDigest
 	}
-	t.Cleanup(func() { Clean(t, w.Conf) })
+	t.Cleanup(func() {
+		if w.Runtime != nil {
+			_ = w.Runtime.Close()
+		}
+		Clean(t, w.Conf)
+	})
 	w.Open()
 	return w
 }
@@ -78,7 +83,6 @@ func (w *World) Open() *gvisor.Runtime {
 		w.T.Fatal(err)
 	}
 	w.Runtime = r
-	w.T.Cleanup(func() { _ = r.Close() })
 	return r
 }
 
