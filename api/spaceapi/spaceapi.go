@@ -56,9 +56,9 @@ type Sandbox struct {
 	Name           string            `json:"name,omitempty"`
 	Template       string            `json:"template"`
 	TemplateDigest string            `json:"template_digest"`
-	State          string            `json:"state" doc:"observed state"`
-	DesiredState   string            `json:"desired_state"`
-	Isolation      string            `json:"isolation,omitempty" doc:"isolation class, pinned by the first start"`
+	State          string            `json:"state" doc:"observed state" enum:"creating,running,pausing,paused,resuming,suspending,suspended,restoring,stopping,stopped,starting,deleting,deleted,failed,quarantined"`
+	DesiredState   string            `json:"desired_state" enum:"running,paused,suspended,stopped,deleted"`
+	Isolation      string            `json:"isolation,omitempty" enum:"microvm,userkernel,emulated" doc:"isolation class, pinned by the first start"`
 	Runtime        string            `json:"runtime,omitempty"`
 	Generation     uint64            `json:"generation"`
 	Resources      Resources         `json:"resources"`
@@ -149,11 +149,54 @@ type CreateSession struct {
 
 // Exit is the true end of a command.
 type Exit struct {
-	Cause  string    `json:"cause" enum:"exited,signal,time_limit,out_of_memory,sandbox_lost,expired"`
+	Cause  string    `json:"cause" enum:"exited,signal,time_limit,out_of_memory,sandbox_lost,expired,start_failed"`
 	Code   int       `json:"code" doc:"exit code; 128+n for signals; -1 when not known"`
 	Signal string    `json:"signal,omitempty"`
 	Reason string    `json:"reason,omitempty"`
 	At     time.Time `json:"at"`
+}
+
+// Started is the data of a started event.
+type Started struct {
+	PID int       `json:"pid" doc:"inside the sandbox, as its guest daemon claims"`
+	At  time.Time `json:"at"`
+}
+
+// Chunk is the data of stdout and stderr events.
+type Chunk struct {
+	B64 []byte `json:"b64"`
+}
+
+// Gap is the data of a gap event: output that is not here.
+type Gap struct {
+	Reason  string `json:"reason" doc:"why: window, overflow, erased, host_restarted, …"`
+	Missing uint64 `json:"missing" doc:"bytes that are missing, at most; 0 when that is not known"`
+}
+
+// Ended is the data of an error event: the session is over without an exit of
+// its process.
+type Ended struct {
+	Code    string `json:"code" doc:"sandbox_lost, session_expired, start_failed, …"`
+	Message string `json:"message"`
+	Exit    Exit   `json:"exit"`
+}
+
+// StdinReply answers stdin and close-stdin.
+type StdinReply struct {
+	Accepted uint64 `json:"accepted" doc:"bytes accepted in all: send the next from here"`
+	Closed   bool   `json:"closed" doc:"the process takes no more"`
+}
+
+// Ticket opens one WebSocket, for browsers, which cannot send headers there.
+type Ticket struct {
+	Ticket    string    `json:"ticket"`
+	ExpiresAt time.Time `json:"expires_at"`
+}
+
+// Signal asks for a signal to a session's process group, or to its whole tree.
+type Signal struct {
+	Signal string `json:"signal" doc:"TERM, SIGINT, 9, …"`
+	Tree   bool   `json:"tree,omitempty"`
 }
 
 // Session is one command session.
@@ -273,7 +316,7 @@ type Stats struct {
 type Node struct {
 	Name         string    `json:"name"`
 	Runtime      string    `json:"runtime"`
-	Isolation    string    `json:"isolation"`
+	Isolation    string    `json:"isolation" enum:"microvm,userkernel,emulated"`
 	Total        Resources `json:"total"`
 	Used         Resources `json:"used"`
 	Sandboxes    int       `json:"sandboxes"`

@@ -29,7 +29,11 @@ func resourcesIn(r spaceapi.Resources) sandbox.Resources {
 		}
 		return m * mib
 	}
-	return sandbox.Resources{MilliCPU: int64(math.Round(r.CPUs * 1000)), MemoryBytes: bytes(r.MemoryMiB), DiskBytes: bytes(r.DiskMiB), MaxProcesses: r.MaxProcesses}
+	cpu := int64(math.Round(r.CPUs * 1000))
+	if r.CPUs > 0 {
+		cpu = max(cpu, 1) // refused as too little, not taken for the default
+	}
+	return sandbox.Resources{MilliCPU: cpu, MemoryBytes: bytes(r.MemoryMiB), DiskBytes: bytes(r.DiskMiB), MaxProcesses: r.MaxProcesses}
 }
 
 // secondsIn turns whole seconds into a duration, saturating instead of wrapping.
@@ -73,7 +77,7 @@ func operationOut(o operation.Operation) spaceapi.Operation {
 func commandIn(c spaceapi.Command) session.Command {
 	limit := time.Duration(0)
 	if c.TimeoutSeconds > 0 {
-		limit = time.Duration(math.Min(c.TimeoutSeconds, math.MaxInt32) * float64(time.Second))
+		limit = max(time.Duration(math.Min(c.TimeoutSeconds, math.MaxInt32)*float64(time.Second)), time.Millisecond) // 0 would be no limit
 	}
 	return session.Command{Args: c.Args, Shell: c.Shell, User: c.User, Cwd: c.Cwd, Env: c.Env, TimeLimit: limit}
 }

@@ -4,9 +4,9 @@
 //
 // # Order of a request
 //
-// request id → log and panic guard → Host and Origin check → body bound →
-// authentication (all routes but health and the document) → schema validation
-// → control.
+// request id → log and panic guard → Host and Origin check → authentication (all
+// routes but health and the document) → the body, whole, within its bounds of
+// size and time → schema validation → control.
 package httpapi
 
 import (
@@ -16,8 +16,6 @@ import (
 	"errors"
 	"log/slog"
 	"net/http"
-	"regexp"
-	"runtime/debug"
 	"strings"
 	"time"
 
@@ -25,11 +23,11 @@ import (
 	"github.com/danielgtaylor/huma/v2/adapters/humago"
 
 	"github.com/space-platform/space/api/spaceapi"
+	"github.com/space-platform/space/internal/auth"
 	"github.com/space-platform/space/internal/control"
 	"github.com/space-platform/space/internal/fault"
 	"github.com/space-platform/space/internal/httpguard"
 	"github.com/space-platform/space/internal/problem"
-	"github.com/space-platform/space/internal/sandbox"
 )
 
 // MaxBody bounds a request body of the control API, in bytes: above the largest
@@ -49,10 +47,12 @@ type Config struct {
 	Guard   httpguard.Guard
 	// DataURL is the base of the data plane as clients reach it, without a slash at the end.
 	DataURL string
-	Version string
+	Version string // of the program, shown by health
 	Log     *slog.Logger
 	// Metrics, when set, is served at /metrics to keys with scope operator.
 	Metrics http.Handler
+	// BodyTimeout is how long a client may take to send a request body; 30 s by default.
+	BodyTimeout time.Duration
 }
 
 type server struct {
@@ -65,42 +65,42 @@ func New(c Config) http.Handler {
 	if c.Log == nil {
 		c.Log = slog.Default()
 	}
+	if c.BodyTimeout <= 0 {
+		c.BodyTimeout = 30 * time.Second
+	}
 	s := &server{Config: c}
 	mux := http.NewServeMux()
 	s.register(mux)
+	doc, err := s.document()
+	if err != nil { // types of ours only: cannot happen
+		panic(err)
+	}
+	mux.HandleFunc("GET "+documentPath, func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Type", "application/vnd.oai.openapi+json;version=3.1")
+		_, _ = w.Write(doc) // a client that is gone needs no answer
+	})
 	if c.Metrics != nil {
 		mux.HandleFunc("GET /metrics", func(w http.ResponseWriter, r *http.Request) {
-			if err := principal(r.Context()).Require(scopeOperator); err != nil {
+			if err := principal(r.Context()).Require(auth.Operator); err != nil {
 				problem.Write(w, err)
 				return
 			}
 			c.Metrics.ServeHTTP(w, r)
 		})
 	}
-	return s.outer(c.Guard.Wrap(s.authenticate(unknownRoutes(mux))))
-}
-
-// Document gives the OpenAPI document as indented JSON, without a server.
-func Document(version string) ([]byte, error) {
-	s := &server{Config: Config{Version: version}}
-	s.register(http.NewServeMux())
-	b, err := json.MarshalIndent(s.api.OpenAPI(), "", "  ")
-	return append(b, '\n'), err
+	return s.outer(c.Guard.Wrap(s.authenticate(unknownRoutes(mux, s.readBody(mux)))))
 }
 
 func (s *server) register(mux *http.ServeMux) {
-	cfg := huma.DefaultConfig("SPACE", s.Version)
-	cfg.Info.Description = "Sandboxed Platform for Agentic Code Execution: the native control API."
-	cfg.Info.License = &huma.License{Name: "Apache-2.0", Identifier: "Apache-2.0"}
-	cfg.OpenAPIPath, cfg.DocsPath, cfg.SchemasPath = "/v1/openapi", "", ""
+	cfg := huma.DefaultConfig("SPACE", apiVersion)
+	// The document is made once and served by New: huma's own handler makes it
+	// at its first request, unguarded against a second one.
+	cfg.OpenAPIPath, cfg.DocsPath, cfg.SchemasPath = "", "", ""
 	cfg.CreateHooks = nil // no $schema links: bodies are exactly what spaceapi says
 	cfg.RejectUnknownQueryParameters = true
 	cfg.Formats = map[string]huma.Format{"application/json": huma.DefaultJSONFormat, "json": huma.DefaultJSONFormat}
 	cfg.DefaultFormat = "application/json"
-	cfg.Components.SecuritySchemes = map[string]*huma.SecurityScheme{
-		"key": {Type: "http", Scheme: "bearer", Description: "an API key"},
-	}
-	cfg.Security = []map[string][]string{{"key": {}}}
+	describe(cfg.OpenAPI)
 	s.api = humago.New(mux, cfg)
 	s.sandboxes()
 	s.operations()
@@ -112,8 +112,10 @@ func (s *server) register(mux *http.ServeMux) {
 func route[I, O any](s *server, id, method, path, tag, summary string, status int, h func(context.Context, *I) (*O, error)) {
 	op := huma.Operation{
 		OperationID: id, Method: method, Path: path, Tags: []string{tag}, Summary: summary,
-		DefaultStatus: status, MaxBodyBytes: MaxBody, BodyReadTimeout: 30 * time.Second,
-		Errors: []int{400, 401, 403, 404, 409, 410, 413, 422, 429, 500, 503},
+		// readBody has bounded body and time already. A deadline that huma sets is
+		// never taken back, and would end the requests that wait.
+		DefaultStatus: status, MaxBodyBytes: MaxBody, BodyReadTimeout: -1,
+		Errors: errorStatuses,
 	}
 	huma.Register(s.api, op, func(ctx context.Context, in *I) (*O, error) {
 		out, err := h(ctx, in)
@@ -171,7 +173,7 @@ var codes = map[int]string{
 }
 
 func init() {
-	// huma's error maker is a package variable; this package is its only user.
+	// These are package variables of huma; this package is its only user.
 	huma.NewErrorWithContext = func(hc huma.Context, status int, msg string, errs ...error) huma.StatusError {
 		if status == http.StatusUnprocessableEntity {
 			status = http.StatusBadRequest // 422 is kept for a reused idempotency key
@@ -183,6 +185,7 @@ func init() {
 		return f
 	}
 	huma.NewError = func(status int, msg string, errs ...error) huma.StatusError { return newFailure(status, msg, errs...) }
+	huma.DefaultArrayNullable = false // a list is never null, in requests and in answers
 }
 
 func newFailure(status int, msg string, errs ...error) *Failure {
@@ -209,132 +212,11 @@ func newFailure(status int, msg string, errs ...error) *Failure {
 	return f
 }
 
-type ctxKey int
-
-const (
-	keyRequestID ctxKey = iota
-	keyPrincipal
-)
-
-func requestID(ctx context.Context) string { id, _ := ctx.Value(keyRequestID).(string); return id }
-
-func principal(ctx context.Context) control.Principal {
-	p, _ := ctx.Value(keyPrincipal).(control.Principal)
-	return p
-}
-
-var requestIDRE = regexp.MustCompile(`^[A-Za-z0-9._-]{1,64}$`)
-
-// outer gives each request an id, logs its end and turns a panic into an answer.
-func (s *server) outer(next http.Handler) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		id := r.Header.Get(spaceapi.HeaderRequestID)
-		if !requestIDRE.MatchString(id) {
-			id = "req" + sandbox.Random(20)
-		}
-		w.Header().Set(spaceapi.HeaderRequestID, id)
-		w.Header().Set("X-Content-Type-Options", "nosniff")
-		w.Header().Set("Cache-Control", "no-store")
-		began := time.Now()
-		sw := &statusWriter{ResponseWriter: w}
-		r = r.WithContext(context.WithValue(r.Context(), keyRequestID, id))
-		r.Body = http.MaxBytesReader(sw, r.Body, MaxBody+1)
-		defer func() {
-			if p := recover(); p != nil {
-				s.Log.Error("panic in a request", "request", id, "panic", p, "stack", string(debug.Stack()))
-				if sw.status == 0 {
-					problem.Write(sw, fault.New(fault.Internal, "internal", "something went wrong on our side"))
-				}
-			}
-			// The path without its query: queries may hold tenant data.
-			s.Log.Debug("request", "request", id, "method", r.Method, "path", r.URL.Path, "status", sw.status, "ms", time.Since(began).Milliseconds())
-		}()
-		next.ServeHTTP(sw, r)
-	})
-}
-
-type statusWriter struct {
-	http.ResponseWriter
-	status int
-}
-
-func (w *statusWriter) WriteHeader(code int) {
-	if w.status == 0 {
-		w.status = code
-	}
-	w.ResponseWriter.WriteHeader(code)
-}
-
-func (w *statusWriter) Write(b []byte) (int, error) {
-	if w.status == 0 {
-		w.status = http.StatusOK
-	}
-	return w.ResponseWriter.Write(b)
-}
-
-// Unwrap lets http.ResponseController through.
-func (w *statusWriter) Unwrap() http.ResponseWriter { return w.ResponseWriter }
-
-// open are the routes that need no key.
-var open = map[string]bool{"/v1/health": true, "/v1/openapi.json": true, "/v1/openapi.yaml": true}
-
-func (s *server) authenticate(next http.Handler) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if open[r.URL.Path] {
-			next.ServeHTTP(w, r)
-			return
-		}
-		scheme, key, _ := strings.Cut(r.Header.Get("Authorization"), " ")
-		if !strings.EqualFold(scheme, "bearer") || key == "" {
-			problem.Write(w, fault.New(fault.Unauthenticated, "key_missing", "the request has no API key").
-				Do("send Authorization: Bearer with a key"))
-			return
-		}
-		p, err := s.Auth.Verify(r.Context(), strings.TrimSpace(key))
-		if err != nil {
-			problem.Write(w, err)
-			return
-		}
-		next.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), keyPrincipal, p)))
-	})
-}
-
-// unknownRoutes answers what the mux does not know with problem documents.
-func unknownRoutes(mux *http.ServeMux) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if _, pattern := mux.Handler(r); pattern != "" {
-			mux.ServeHTTP(w, r)
-			return
-		}
-		// The mux tells 405 from 404 by the answer it would give.
-		probe := &probeWriter{h: http.Header{}}
-		mux.ServeHTTP(probe, r)
-		if probe.status == http.StatusMethodNotAllowed {
-			w.Header().Set("Allow", probe.h.Get("Allow"))
-			d := problem.Of(fault.New(fault.Invalid, "method_not_allowed", "the route does not take this method").Do("use one of the methods in Allow"))
-			d.Status, d.Title, d.Request = probe.status, http.StatusText(probe.status), requestID(r.Context())
-			problem.WriteDocument(w, d)
-			return
-		}
-		problem.Write(w, fault.New(fault.NotFound, "route_not_found", "there is no such route").Do("see /v1/openapi.json"))
-	})
-}
-
-type probeWriter struct {
-	h      http.Header
-	status int
-}
-
-func (p *probeWriter) Header() http.Header         { return p.h }
-func (p *probeWriter) Write(b []byte) (int, error) { return len(b), nil }
-func (p *probeWriter) WriteHeader(code int)        { p.status = code }
-
 // mutation is what every change of state carries.
 type mutation struct {
 	IdempotencyKey string `header:"Idempotency-Key" maxLength:"255" doc:"names the mutation: a repeat with the same key and body is the same one"`
 	Wait           string `query:"wait" maxLength:"10" pattern:"^[0-9]{1,5}(ms|s|m)?$" doc:"hold the answer until the operation ended, at most this long (30s)"`
 	method, route  string
-	body           []byte
 }
 
 // Resolve keeps what identifies the request; huma calls it after parsing.

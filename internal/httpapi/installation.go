@@ -7,11 +7,9 @@ import (
 	"github.com/space-platform/space/api/spaceapi"
 	"github.com/space-platform/space/internal/audit"
 	"github.com/space-platform/space/internal/control"
+	"github.com/space-platform/space/internal/secret"
 	"github.com/space-platform/space/internal/store"
 )
-
-// scopeOperator is what /metrics needs.
-const scopeOperator = "operator"
 
 // installation registers keys, templates, nodes, audit and health.
 func (s *server) installation() {
@@ -21,7 +19,7 @@ func (s *server) installation() {
 	}
 	type minted struct {
 		key    store.Key
-		secret string
+		secret secret.Value
 	}
 	route(s, "mint-key", "POST", "/v1/keys", "keys", "Make an API key; its secret is shown once", http.StatusCreated,
 		func(ctx context.Context, in *mintIn) (*body[spaceapi.Key], error) {
@@ -29,8 +27,8 @@ func (s *server) installation() {
 			if err != nil {
 				return nil, err
 			}
-			k, secret, err := s.Control.MintKey(ctx, principal(ctx), req, control.MintKey{Name: in.Body.Name, Scopes: in.Body.Scopes, TTL: secondsIn(in.Body.TTLSeconds)})
-			return answer(minted{k, secret}, err, func(m minted) spaceapi.Key { return keyOut(m.key, m.secret) })
+			k, v, err := s.Control.MintKey(ctx, principal(ctx), req, control.MintKey{Name: in.Body.Name, Scopes: in.Body.Scopes, TTL: secondsIn(in.Body.TTLSeconds)})
+			return answer(minted{k, v}, err, func(m minted) spaceapi.Key { return keyOut(m.key, m.secret.Reveal()) })
 		})
 	route(s, "list-keys", "GET", "/v1/keys", "keys", "List keys, newest first", http.StatusOK,
 		func(ctx context.Context, in *page) (*body[spaceapi.List[spaceapi.Key]], error) {
@@ -109,5 +107,4 @@ func (s *server) installation() {
 			}
 			return h, nil
 		})
-	s.api.OpenAPI().Paths["/v1/health"].Get.Security = []map[string][]string{}
 }

@@ -103,7 +103,7 @@ func (s *server) sandboxes() {
 					return nil, fault.New(fault.Invalid, "invalid_filter", "a metadata filter is not key=value").Do("write metadata=key=value")
 				}
 				if old, twice := f.Metadata[k]; twice && old != v {
-					return &body[spaceapi.List[spaceapi.Sandbox]]{spaceapi.List[spaceapi.Sandbox]{Items: []spaceapi.Sandbox{}}}, nil
+					return nil, fault.New(fault.Invalid, "invalid_filter", "a metadata key is filtered for two values").Do("name each key once")
 				}
 				if f.Metadata == nil {
 					f.Metadata = map[string]string{}
