@@ -66,11 +66,16 @@ func (r *Reader) Next(ctx context.Context) (Event, error) {
 		if err != nil || ok {
 			return ev, err
 		}
-		r.w.release()
-		if err := r.j.wait(ctx, r.pos); err != nil {
+		if err := r.Wait(ctx); err != nil {
 			return Event{}, err
 		}
 	}
+}
+
+// Wait returns when Ready has something to tell; it holds no memory meanwhile.
+func (r *Reader) Wait(ctx context.Context) error {
+	r.w.release()
+	return r.j.wait(ctx, r.pos)
 }
 
 // Ready returns the next event when it is there already; it does not wait.
