@@ -53,12 +53,19 @@ func (b *box) work() {
 			s = next(b.view())
 		}
 		var err error
-		var hook func()
 		switch s {
 		case stepNone:
-			hook, err = b.settle(ctx)
-			if err == nil {
-				b.working = false
+			var hook func()
+			if hook, err = b.settle(ctx); err == nil {
+				// Still the one actor while the hook runs, so that hooks keep their order.
+				b.mu.Unlock()
+				hook()
+				b.mu.Lock()
+				if len(b.wake) == 0 {
+					b.working = false
+					b.mu.Unlock()
+					return
+				}
 			}
 		case stepDied:
 			err = b.fail(ctx, sandbox.Failed, triggerDied, diedProblem(b.exit))
@@ -69,14 +76,7 @@ func (b *box) work() {
 			b.perform(ctx, s)
 			continue
 		}
-		done := !b.working
 		b.mu.Unlock()
-		if hook != nil {
-			hook()
-		}
-		if done {
-			return
-		}
 		if err != nil {
 			b.n.log.Error("cannot record the state of a sandbox; will retry", slog.String("sandbox", string(b.id)), slog.Any("error", err))
 			b.rest(ctx, time.Second)

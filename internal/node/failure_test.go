@@ -254,8 +254,10 @@ func TestDeleteNeverGivesUp(t *testing.T) {
 		if a.Struck() < 100 {
 			t.Fatalf("%d tries in an hour", a.Struck())
 		}
-		a.Off()
+		h.sessions.mu.Lock()
 		h.sessions.erase = errors.New("journal is busy")
+		h.sessions.mu.Unlock()
+		a.Off()
 		time.Sleep(time.Minute)
 		if o := h.observe(id); o.State != sandbox.Deleting {
 			t.Fatalf("deleted although its journals are there: %+v", o)
