@@ -1,6 +1,8 @@
 package postgres_test
 
 import (
+	"database/sql"
+	"errors"
 	"testing"
 
 	"github.com/space-platform/space/internal/store"
@@ -19,8 +21,15 @@ func TestStore(t *testing.T) {
 
 func BenchmarkStore(b *testing.B) {
 	server := postgrestest.Start(b)
-	storetest.Bench(b, func(b *testing.B) storetest.Opener {
+	storetest.Bench(b, func(b *testing.B) (storetest.Opener, func() error) {
 		dsn := server.Database(b)
-		return func() (store.Store, error) { return postgres.Open(dsn) }
+		return func() (store.Store, error) { return postgres.Open(dsn) }, func() error {
+			db, err := sql.Open("pgx", dsn)
+			if err != nil {
+				return err
+			}
+			_, err = db.Exec("ANALYZE")
+			return errors.Join(err, db.Close())
+		}
 	})
 }

@@ -17,8 +17,8 @@ func TestStore(t *testing.T) {
 }
 
 func BenchmarkStore(b *testing.B) {
-	storetest.Bench(b, func(b *testing.B) storetest.Opener {
+	storetest.Bench(b, func(b *testing.B) (storetest.Opener, func() error) {
 		path := filepath.Join(b.TempDir(), "control.db")
-		return func() (store.Store, error) { return sqlite.Open(path) }
+		return func() (store.Store, error) { return sqlite.Open(path) }, func() error { return nil }
 	})
 }
