@@ -114,7 +114,7 @@ func open(ctx context.Context, s *yamux.Session) (net.Conn, error) {
 		if r.err != nil {
 			return nil, r.err
 		}
-		return r.c, nil
+		return stream{r.c, new(sync.Once)}, nil
 	case <-ctx.Done():
 		go func() {
 			if r := <-got; r.err == nil {
@@ -123,6 +123,22 @@ func open(ctx context.Context, s *yamux.Session) (net.Conn, error) {
 		}()
 		return nil, ctx.Err()
 	}
+}
+
+// stream is the host's end of one stream. The multiplexer's Close only says
+// that we send no more, leaves our own readers waiting for the guest, and may
+// itself wait for a guest that does not read.
+type stream struct {
+	*yamux.Stream
+	once *sync.Once
+}
+
+func (s stream) Close() error {
+	s.once.Do(func() {
+		_ = s.SetDeadline(time.Unix(1, 0))
+		go func() { _ = s.Stream.Close() }() // ends within writeTimeout
+	})
+	return nil
 }
 
 // Close ends the session, refuses new connections and waits for its goroutines.
