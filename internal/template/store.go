@@ -201,7 +201,7 @@ func (s *Store) Resolve(ref string) (Info, error) {
 
 func notFound(ref string) error {
 	return fault.New(fault.NotFound, "template_not_found", "there is no template %.200s here", ref).
-		Do("list templates with `space templates`; base and tiny are built with `space templates build`").Wrap(ErrNotFound)
+		Do("list what is here with `space templates`").Wrap(ErrNotFound)
 }
 
 func (s *Store) pointer(ref string) (pointer, error) {
