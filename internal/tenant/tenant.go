@@ -1,10 +1,9 @@
 // Package tenant holds the tenant identity that every row and every store
 // method carries.
 //
-// An ID cannot be made from a string by ordinary code: only a Minter makes
-// one, and only package auth holds the Minter (an architecture test checks
-// who imports it). A handler therefore cannot act for a tenant that no
-// credential proved.
+// An ID cannot be made from a string by ordinary code: only Mint makes one, and
+// an architecture test checks who calls it. A handler therefore cannot act for a
+// tenant that no credential proved.
 package tenant
 
 import (
