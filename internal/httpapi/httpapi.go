@@ -212,21 +212,21 @@ func newFailure(status int, msg string, errs ...error) *Failure {
 	return f
 }
 
-// mutation is what every change of state carries.
-type mutation struct {
+// Mutation is what every change of state carries.
+type Mutation struct {
 	IdempotencyKey string `header:"Idempotency-Key" maxLength:"255" doc:"names the mutation: a repeat with the same key and body is the same one"`
 	Wait           string `query:"wait" maxLength:"10" pattern:"^[0-9]{1,5}(ms|s|m)?$" doc:"hold the answer until the operation ended, at most this long (30s)"`
 	method, route  string
 }
 
 // Resolve keeps what identifies the request; huma calls it after parsing.
-func (m *mutation) Resolve(ctx huma.Context) []error {
+func (m *Mutation) Resolve(ctx huma.Context) []error {
 	u := ctx.URL()
 	m.method, m.route = ctx.Method(), u.EscapedPath()
 	return nil
 }
 
-func (m *mutation) request(ctx context.Context, body any) (control.Request, error) {
+func (m *Mutation) request(ctx context.Context, body any) (control.Request, error) {
 	r := control.Request{ID: requestID(ctx), IdempotencyKey: m.IdempotencyKey, Method: m.method, Route: m.route}
 	var err error
 	if r.Wait, err = waitOf(m.Wait); err != nil {

@@ -14,7 +14,7 @@ import (
 // installation registers keys, templates, nodes, audit and health.
 func (s *server) installation() {
 	type mintIn struct {
-		mutation
+		Mutation
 		Body spaceapi.MintKey
 	}
 	type minted struct {
@@ -31,7 +31,7 @@ func (s *server) installation() {
 			return answer(minted{k, v}, err, func(m minted) spaceapi.Key { return keyOut(m.key, m.secret.Reveal()) })
 		})
 	route(s, "list-keys", "GET", "/v1/keys", "keys", "List keys, newest first", http.StatusOK,
-		func(ctx context.Context, in *page) (*body[spaceapi.List[spaceapi.Key]], error) {
+		func(ctx context.Context, in *Page) (*body[spaceapi.List[spaceapi.Key]], error) {
 			p, err := s.Control.ListKeys(ctx, principal(ctx), in.Cursor, in.Limit)
 			return answer(p, err, func(p store.Page[store.Key]) spaceapi.List[spaceapi.Key] {
 				return listOut(p, func(k store.Key) spaceapi.Key { return keyOut(k, "") })
@@ -39,7 +39,7 @@ func (s *server) installation() {
 		})
 	type keyIn struct {
 		ID string `path:"id" maxLength:"64"`
-		mutation
+		Mutation
 	}
 	route(s, "revoke-key", "DELETE", "/v1/keys/{id}", "keys", "Revoke a key, the tokens it minted, and their streams", http.StatusOK,
 		func(ctx context.Context, in *keyIn) (*body[spaceapi.Key], error) {
@@ -89,7 +89,7 @@ func (s *server) installation() {
 		})
 
 	route(s, "list-audit", "GET", "/v1/audit", "audit", "List the tenant's audit records, newest first", http.StatusOK,
-		func(ctx context.Context, in *page) (*body[spaceapi.List[spaceapi.AuditRecord]], error) {
+		func(ctx context.Context, in *Page) (*body[spaceapi.List[spaceapi.AuditRecord]], error) {
 			p, err := s.Control.ListAudit(ctx, principal(ctx), in.Cursor, in.Limit)
 			return answer(p, err, func(p store.Page[audit.Record]) spaceapi.List[spaceapi.AuditRecord] { return listOut(p, auditOut) })
 		})

@@ -16,13 +16,15 @@ import (
 
 type body[T any] struct{ Body T }
 
-type page struct {
+// Page is the part of a list that is asked for. Like the other parts of requests
+// it is exported because huma does not see embedded types that are not.
+type Page struct {
 	Cursor string `query:"cursor" maxLength:"512" doc:"next_cursor of the page before"`
 	Limit  int    `query:"limit" minimum:"1" maximum:"1000" default:"100"`
 }
 
-// ref is a sandbox's id or name in a path.
-type ref struct {
+// Ref is a sandbox's id or name in a path.
+type Ref struct {
 	ID string `path:"id" minLength:"1" maxLength:"64" doc:"id or name"`
 }
 
@@ -63,7 +65,7 @@ func answer[A, B any](a A, err error, f func(A) B) (*body[B], error) {
 func (s *server) sandboxes() {
 	const tag = "sandboxes"
 	type createIn struct {
-		mutation
+		Mutation
 		Body spaceapi.CreateSandbox
 	}
 	route(s, "create-sandbox", "POST", "/v1/sandboxes", tag, "Create a sandbox", http.StatusAccepted,
@@ -86,7 +88,7 @@ func (s *server) sandboxes() {
 		})
 
 	type listIn struct {
-		page
+		Page
 		State    []string `query:"state,explode" maxItems:"20" doc:"only these observed states; repeatable"`
 		Metadata []string `query:"metadata,explode" maxItems:"64" doc:"only with this key=value; repeatable, all must match"`
 		Deleted  bool     `query:"deleted" doc:"include those deleted lately"`
@@ -115,14 +117,14 @@ func (s *server) sandboxes() {
 		})
 
 	route(s, "get-sandbox", "GET", "/v1/sandboxes/{id}", tag, "Get a sandbox", http.StatusOK,
-		func(ctx context.Context, in *ref) (*body[spaceapi.Sandbox], error) {
+		func(ctx context.Context, in *Ref) (*body[spaceapi.Sandbox], error) {
 			sb, err := s.Control.GetSandbox(ctx, principal(ctx), in.ID)
 			return answer(sb, err, sandboxOut)
 		})
 
 	type patchIn struct {
-		ref
-		mutation
+		Ref
+		Mutation
 		Body spaceapi.PatchSandbox
 	}
 	route(s, "patch-sandbox", "PATCH", "/v1/sandboxes/{id}", tag, "Change policy or metadata", http.StatusAccepted,
@@ -138,8 +140,8 @@ func (s *server) sandboxes() {
 		})
 
 	type refIn struct {
-		ref
-		mutation
+		Ref
+		Mutation
 	}
 	route(s, "delete-sandbox", "DELETE", "/v1/sandboxes/{id}", tag, "Delete a sandbox with its files; it wins over everything going on", http.StatusAccepted,
 		func(ctx context.Context, in *refIn) (*mutated, error) {
@@ -168,7 +170,7 @@ func (s *server) sandboxes() {
 	}
 
 	route(s, "stats-sandbox", "GET", "/v1/sandboxes/{id}/stats", tag, "What the host measures of it", http.StatusOK,
-		func(ctx context.Context, in *ref) (*body[spaceapi.Stats], error) {
+		func(ctx context.Context, in *Ref) (*body[spaceapi.Stats], error) {
 			st, err := s.Control.SandboxStats(ctx, principal(ctx), in.ID)
 			if err != nil {
 				return nil, err
@@ -180,7 +182,7 @@ func (s *server) sandboxes() {
 		})
 
 	route(s, "list-quarantine", "GET", "/v1/quarantine", "operator", "List quarantined sandboxes", http.StatusOK,
-		func(ctx context.Context, in *page) (*body[spaceapi.List[spaceapi.Sandbox]], error) {
+		func(ctx context.Context, in *Page) (*body[spaceapi.List[spaceapi.Sandbox]], error) {
 			p, err := s.Control.ListQuarantine(ctx, principal(ctx), in.Cursor, in.Limit)
 			return answer(p, err, func(p store.Page[control.Sandbox]) spaceapi.List[spaceapi.Sandbox] { return listOut(p, sandboxOut) })
 		})
@@ -226,7 +228,7 @@ func (s *server) operations() {
 			return answer(op, err, operationOut)
 		})
 	type listIn struct {
-		page
+		Page
 		Sandbox string `query:"sandbox" maxLength:"64" doc:"only of this sandbox"`
 	}
 	route(s, "list-operations", "GET", "/v1/operations", tag, "List operations, newest first", http.StatusOK,
@@ -238,7 +240,7 @@ func (s *server) operations() {
 		})
 	type cancelIn struct {
 		ID string `path:"id" maxLength:"64"`
-		mutation
+		Mutation
 	}
 	route(s, "cancel-operation", "POST", "/v1/operations/{id}/cancel", tag, "Take back what has not taken effect", http.StatusOK,
 		func(ctx context.Context, in *cancelIn) (*body[spaceapi.Operation], error) {

@@ -10,7 +10,8 @@ import (
 	"github.com/space-platform/space/internal/store"
 )
 
-type sessionRef struct {
+// SessionRef is a session's id in a path.
+type SessionRef struct {
 	ID string `path:"id" maxLength:"64"`
 }
 
@@ -21,8 +22,8 @@ func (s *server) attachOut(id string, t session.Token) spaceapi.Attach {
 func (s *server) sessions() {
 	const tag = "sessions"
 	type createIn struct {
-		ref
-		mutation
+		Ref
+		Mutation
 		Body spaceapi.CreateSession
 	}
 	route(s, "create-session", "POST", "/v1/sandboxes/{id}/sessions", tag, "Authorise one command; nothing runs until it is attached", http.StatusCreated,
@@ -39,24 +40,24 @@ func (s *server) sessions() {
 		})
 
 	type listIn struct {
-		ref
-		page
+		Ref
+		Page
 	}
-	route(s, "list-sessions", "GET", "/v1/sandboxes/{id}/sessions", tag, "List the sessions of a sandbox, newest first", http.StatusOK,
+	route(s, "list-sessions", "GET", "/v1/sandboxes/{id}/sessions", tag, "List the sessions of a sandbox, oldest first", http.StatusOK,
 		func(ctx context.Context, in *listIn) (*body[spaceapi.List[spaceapi.Session]], error) {
-			p, err := s.Control.ListSessions(ctx, principal(ctx), in.ref.ID, in.Cursor, in.Limit)
+			p, err := s.Control.ListSessions(ctx, principal(ctx), in.Ref.ID, in.Cursor, in.Limit)
 			return answer(p, err, func(p store.Page[session.Session]) spaceapi.List[spaceapi.Session] { return listOut(p, sessionOut) })
 		})
 
 	route(s, "get-session", "GET", "/v1/sessions/{id}", tag, "Get a session", http.StatusOK,
-		func(ctx context.Context, in *sessionRef) (*body[spaceapi.Session], error) {
+		func(ctx context.Context, in *SessionRef) (*body[spaceapi.Session], error) {
 			se, err := s.Control.GetSession(ctx, principal(ctx), in.ID)
 			return answer(se, err, sessionOut)
 		})
 
 	type sessionMutation struct {
-		sessionRef
-		mutation
+		SessionRef
+		Mutation
 	}
 	route(s, "kill-session", "DELETE", "/v1/sessions/{id}", tag, "End the command's whole process tree", http.StatusOK,
 		func(ctx context.Context, in *sessionMutation) (*body[spaceapi.Session], error) {
@@ -69,8 +70,8 @@ func (s *server) sessions() {
 		})
 
 	type mintIn struct {
-		sessionRef
-		mutation
+		SessionRef
+		Mutation
 		TTL int64 `query:"ttl_seconds" minimum:"0" maximum:"86400"`
 	}
 	route(s, "mint-attach-token", "POST", "/v1/sessions/{id}/tokens", tag, "Make a new attach token", http.StatusCreated,
@@ -92,8 +93,8 @@ func (s *server) sessions() {
 		})
 
 	type execIn struct {
-		ref
-		mutation
+		Ref
+		Mutation
 		Body spaceapi.Exec
 	}
 	route(s, "exec", "POST", "/v1/sandboxes/{id}/exec", tag, "Run a command and wait for its whole result", http.StatusOK,
@@ -114,8 +115,8 @@ func (s *server) sessions() {
 		})
 
 	type tokenIn struct {
-		ref
-		mutation
+		Ref
+		Mutation
 		Body spaceapi.MintToken
 	}
 	route(s, "mint-data-token", "POST", "/v1/sandboxes/{id}/tokens", tag, "Make a data token for a sandbox", http.StatusCreated,
@@ -130,8 +131,8 @@ func (s *server) sessions() {
 			})
 		})
 	type revokeIn struct {
-		ref
-		mutation
+		Ref
+		Mutation
 	}
 	route(s, "revoke-data-tokens", "DELETE", "/v1/sandboxes/{id}/tokens", tag, "Revoke all data tokens of a sandbox and cut their streams", http.StatusNoContent,
 		func(ctx context.Context, in *revokeIn) (*struct{}, error) {
