@@ -185,6 +185,10 @@ func (s *Server) call(ctx context.Context, c *net.UnixConn) {
 	if err != nil || !slices.Contains(s.conf.UIDs, uid) {
 		s.conf.Log.Warn("host room: refused a peer", "uid", uid, "error", err)
 		s.finish(c, fmt.Errorf("%w: user %d may not call", ErrRefused, uid))
+		// Closing with a message unread would take the answer from the peer. What
+		// is read here is thrown away.
+		_ = c.SetReadDeadline(time.Now().Add(progressTimeout))
+		_, _ = c.Read(make([]byte, 1))
 		return
 	}
 	_ = c.SetReadDeadline(time.Now().Add(s.conf.FirstMessage))
