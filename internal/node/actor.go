@@ -355,7 +355,7 @@ func (b *box) look(ctx context.Context) error {
 // saw takes in what the host said. b.mu is held.
 func (b *box) saw(ctx context.Context, m runtime.Machine, st runtime.Status) error {
 	r := &b.row
-	if m != nil && r.Target != sandbox.Deleted && r.Target != sandbox.Quarantined {
+	if st.Condition != absent && r.Target != sandbox.Deleted && r.Target != sandbox.Quarantined {
 		other := st.Spec != r.spec().runtime()
 		reborn := (st.Condition == runtime.Running || st.Condition == runtime.Paused) && r.BootID != "" && st.BootID != r.BootID
 		if other || reborn {
@@ -369,6 +369,10 @@ func (b *box) saw(ctx context.Context, m runtime.Machine, st runtime.Status) err
 		b.ready = false
 	}
 	b.machine, b.cond, b.bootID, b.exit, b.known = m, st.Condition, st.BootID, st.Exit, true
+	if m != nil && b.guest == nil && st.Condition == runtime.Running && r.State == sandbox.Running && r.Target == sandbox.Running && !r.Down {
+		// Adopted: clients may go on at once, the guest is asked anew meanwhile.
+		b.guest = b.n.cfg.NewGuest(m)
+	}
 	if st.Condition == runtime.Dead && r.BootID == "" && !r.Down && r.Target == sandbox.Running && b.started {
 		b.started = false
 		// It died before it was ready. Limits of the guest's own making will be

@@ -152,25 +152,18 @@ func (n *Node) list(ctx context.Context) (map[sandbox.ID]runtime.Status, error) 
 	}
 }
 
-// adopt decides about one row with what the host has for it.
+// adopt decides about one row with what the host listed for it. It makes no call
+// of its own: one machine that does not answer holds up no other.
 func (b *box) adopt(ctx context.Context, st runtime.Status) (AdoptionResult, error) {
-	var m runtime.Machine
-	if st.Condition != absent {
-		var err error
-		if m, err = b.n.rt.Adopt(ctx, b.id); errors.Is(err, runtime.ErrNotFound) {
-			st = runtime.Status{Condition: absent}
-		} else if err != nil {
-			return "", err
-		}
-	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	was := b.row.Target
-	if err := b.saw(ctx, m, st); err != nil {
+	if err := b.saw(ctx, nil, st); err != nil {
 		return "", err
 	}
 	defer b.schedule()
 	defer b.poke()
+	b.known = false // the actor begins with a look, which also gives it the machine
 	r := &b.row
 	if r.Target == sandbox.Quarantined && was != sandbox.Quarantined {
 		return AdoptedMismatch, nil
@@ -180,10 +173,6 @@ func (b *box) adopt(ctx context.Context, st runtime.Status) (AdoptionResult, err
 		return AdoptedDead, b.fail(ctx, sandbox.Failed, triggerAdoptedDead, diedProblem(st.Exit))
 	case stepLost:
 		return AdoptedLost, b.fail(ctx, sandbox.Failed, triggerAdoptedDead, lostProblem())
-	}
-	if r.State == sandbox.Running && r.Target == sandbox.Running && b.cond == runtime.Running && m != nil {
-		// Clients may go on at once; the actor asks the guest anew meanwhile.
-		b.guest = b.n.cfg.NewGuest(m)
 	}
 	switch {
 	case r.Target == sandbox.Quarantined:

@@ -109,8 +109,8 @@ func (b *box) apply(ctx context.Context, a Assignment, sealed []byte) (Observati
 	r := b.row
 	change(&r)
 	want := chargeOf(&r)
-	if a.Desired == sandbox.Deleted {
-		n.ledger.set(b.id, want) // a delete needs no admission, also of what is unknown here
+	if up := a.Desired == sandbox.Running || a.Desired == sandbox.Paused; a.Desired == sandbox.Deleted || !up && !fresh {
+		n.ledger.set(b.id, want) // what leads down needs no admission, nor does a delete of what is unknown here
 	} else if err := n.ledger.reserve(b.id, want); err != nil {
 		return b.observe(), err
 	}

@@ -110,6 +110,9 @@ func (b *box) commit(ctx context.Context, change func(r *row), more func(tx *sql
 // move is a step down that the node makes by itself: an outcome, durable before
 // the machine is touched. b.mu is held.
 func (b *box) move(ctx context.Context, to sandbox.State, trigger string, p *operation.Problem) error {
+	if to == sandbox.Paused && b.row.BootID == "" {
+		to = sandbox.Stopped // it is not up yet: there is no memory to keep, and a limit boots nothing
+	}
 	o := Outcome{ID: b.id, Tenant: b.row.Tenant, Generation: b.row.Generation, State: to, Trigger: trigger,
 		Problem: p, At: b.n.clock.Now().UTC()}
 	err := b.commit(ctx, func(r *row) { b.turnTo(r, to, trigger, p) }, func(tx *sql.Tx) error {
