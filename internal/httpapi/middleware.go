@@ -5,11 +5,14 @@ import (
 	"context"
 	"errors"
 	"io"
+	"maps"
 	"net/http"
+	"net/url"
 	"os"
 	"path"
 	"regexp"
 	"runtime/debug"
+	"slices"
 	"strings"
 	"time"
 	"unicode/utf8"
@@ -157,6 +160,26 @@ func (s *server) readBody(next http.Handler) http.Handler {
 			return
 		}
 		r.Body = io.NopCloser(bytes.NewReader(b))
+		next.ServeHTTP(w, r)
+	})
+}
+
+// readQuery refuses queries that cannot be read whole, and filters without a
+// value: both would otherwise be dropped, and a filter that is dropped widens.
+func readQuery(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		q, err := url.ParseQuery(r.URL.RawQuery)
+		if err != nil {
+			problem.Write(w, fault.New(fault.Invalid, "invalid_request", "the query cannot be read").Do("percent-encode its values").Wrap(err))
+			return
+		}
+		for _, name := range slices.Sorted(maps.Keys(q)) {
+			if name != "cursor" && slices.Contains(q[name], "") {
+				problem.Write(w, fault.New(fault.Invalid, "invalid_request", "a query parameter has no value").
+					Because("%.40q", name).Do("leave it out, or give it a value"))
+				return
+			}
+		}
 		next.ServeHTTP(w, r)
 	})
 }
