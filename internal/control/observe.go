@@ -227,6 +227,8 @@ func (r *Reconciler) reached(row *store.Sandbox, open []operation.Operation, obs
 				p = &operation.Problem{Code: "sandbox_" + string(obs.State), What: "the sandbox is " + string(obs.State)}
 			}
 			end(o, operation.Failed, p)
+		case current:
+			end(o, operation.Cancelled, nil) // what is wanted changed without a request of its own
 		}
 	}
 	if obs.State == sandbox.Failed && row.Class == "" && current {

@@ -111,6 +111,18 @@ func (s *Service) CancelOperation(ctx context.Context, p Principal, req Request,
 		if err := tx.UpdateOperation(op); err != nil {
 			return decision{}, err
 		}
+		open, err := tx.OpenOperations(row.ID)
+		if err != nil {
+			return decision{}, err
+		}
+		for _, o := range open { // requests that asked for the same
+			if w := wants(o.Kind); w != anyState && w != back && o.Superseded == "" {
+				o.Superseded, o.UpdatedAt = op.ID, now
+				if err := tx.UpdateOperation(o); err != nil {
+					return decision{}, err
+				}
+			}
+		}
 		return decision{row, op, "operation.cancel", map[string]string{"operation": id, "desired": string(back)}}, nil
 	})
 	if err == nil {

@@ -2,6 +2,7 @@ package control
 
 import (
 	"context"
+	"fmt"
 	"io"
 	"log/slog"
 	"path/filepath"
@@ -159,7 +160,29 @@ func (w *world) settle(t testingT) {
 			return
 		}
 	}
-	t.Fatalf("does not settle")
+	t.Fatalf("does not settle:%s", w.unsettled())
+}
+
+// unsettled tells what is still open, on both sides.
+func (w *world) unsettled() (out string) {
+	ctx := context.Background()
+	refs, _ := w.store.System().Unsettled(ctx, 10)
+	for _, ref := range refs {
+		row, _ := w.store.Sandbox(ctx, ref.Tenant, ref.ID)
+		out += fmt.Sprintf("\nrow %s wants %s is %s, generation %d, converged %d", row.ID, row.Desired, row.Observed, row.Generation, row.Converged)
+		ops, _ := w.store.Operations(ctx, ref.Tenant, ref.ID, "", 10)
+		for _, o := range ops.Items {
+			out += fmt.Sprintf("\n  %s %s generation %d superseded %q waiting %q deadline %s", o.Kind, o.State, o.Generation, o.Superseded, o.WaitingFor, o.DeadlineAt)
+		}
+		w.node.mu.Lock()
+		if m := w.node.machines[row.ID]; m != nil {
+			out += fmt.Sprintf("\n  node: %+v", w.node.observation(row.ID, m))
+		}
+		w.node.mu.Unlock()
+		_, err := w.svc.rec.reconcile(ctx, ref, nil)
+		out += fmt.Sprintf("\n  reconcile: %v", err)
+	}
+	return out
 }
 
 func request(key, body string) Request {
