@@ -38,8 +38,11 @@ func (t FrameType) String() string {
 	return fmt.Sprintf("frame(%d)", uint8(t))
 }
 
+// FrameHeader is the length of a frame without its payload.
+const FrameHeader = 1 + 8 + 4
+
 const (
-	frameHeader = 1 + 8 + 4
+	frameHeader = FrameHeader
 	maxExit     = 4 << 10 // bytes of an exit frame's JSON
 	maxCode     = 255
 )
@@ -223,6 +226,16 @@ func NewFrameWriter(w io.Writer) *FrameWriter { return &FrameWriter{w: w} }
 // Data writes output; p has 1 to MaxFramePayload bytes.
 func (w *FrameWriter) Data(t FrameType, offset uint64, p []byte) error {
 	return w.Raw(t, offset, p)
+}
+
+// InPlace writes output without copying it: frame has FrameHeader bytes to
+// overwrite, then the payload.
+func (w *FrameWriter) InPlace(t FrameType, offset uint64, frame []byte) error {
+	frame[0] = byte(t)
+	binary.BigEndian.PutUint64(frame[1:], offset)
+	binary.BigEndian.PutUint32(frame[9:], uint32(len(frame)-FrameHeader))
+	_, err := w.w.Write(frame)
+	return err
 }
 
 // Gap says that missing bytes from offset on are lost.

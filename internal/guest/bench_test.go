@@ -38,6 +38,8 @@ func BenchmarkStream(b *testing.B) {
 	g := guesttest.Start(b)
 	const size = 64 << 20
 	b.SetBytes(size)
+	before := cpu(b, g.PID())
+	defer func() { b.ReportMetric(float64(cpu(b, g.PID())-before)/float64(b.N), "daemon-ms/op") }()
 	for b.Loop() {
 		id := start(b, g, sh(fmt.Sprintf("head -c %d /dev/zero", size)))
 		o, err := g.Output(within(b, time.Minute), id, 0)
@@ -89,6 +91,20 @@ func BenchmarkPutFile(b *testing.B) {
 	}
 }
 
+// cpu is the time in ms that a process has used.
+func cpu(tb testing.TB, pid int) int {
+	tb.Helper()
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		tb.Fatal(err)
+	}
+	f := strings.Fields(string(b[strings.LastIndexByte(string(b), ')'):]))
+	var user, sys int
+	_, _ = fmt.Sscan(f[12], &user)
+	_, _ = fmt.Sscan(f[13], &sys)
+	return 10 * (user + sys)
+}
+
 type zero struct{}
 
 func (zero) Read(p []byte) (int, error) { clear(p); return len(p), nil }
@@ -106,7 +122,7 @@ func TestIdleMemoryOfTheDaemon(t *testing.T) {
 		var kib int
 		if n, _ := fmt.Sscanf(line, "VmRSS: %d kB", &kib); n == 1 {
 			t.Logf("%d KiB resident after 20 commands", kib)
-			if kib > 24<<10 {
+			if kib > 24<<10 && !guesttest.Raced {
 				t.Fatalf("%d KiB", kib)
 			}
 		}

@@ -10,10 +10,11 @@ import (
 )
 
 const (
-	readChunk  = 32 << 10
+	readChunk  = 64 << 10
 	leastChunk = 512
 )
 
+// scratch holds buffers of readChunk bytes: for reading, and as full chunks.
 var scratch = sync.Pool{New: func() any { b := make([]byte, readChunk); return &b }}
 
 // output keeps the unacknowledged output of one process: bytes in the order in
@@ -77,9 +78,14 @@ func (o *output) room(typ guestapi.FrameType) int {
 // full means that nothing was read because the window is full.
 func (o *output) read(fd int, s *source) (n int, full bool, err error) {
 	buf := scratch.Get().(*[]byte)
-	defer scratch.Put(buf)
 	o.mu.Lock()
 	defer o.mu.Unlock()
+	kept := false
+	defer func() {
+		if !kept {
+			scratch.Put(buf)
+		}
+	}()
 	room := min(o.room(s.typ), readChunk)
 	if room <= 0 {
 		return 0, true, nil
@@ -91,7 +97,13 @@ func (o *output) read(fd int, s *source) (n int, full bool, err error) {
 		}
 	}
 	if n > 0 {
-		o.add(s.typ, (*buf)[:n])
+		// A large read becomes a chunk as it is; small ones are gathered.
+		if kept = n >= readChunk/2 && !o.discard; kept {
+			o.chunks = append(o.chunks, (*buf)[:n])
+			o.added(s.typ, n)
+		} else {
+			o.add(s.typ, (*buf)[:n])
+		}
 		if s.left > 0 {
 			s.left = max(0, s.left-n)
 		}
@@ -113,7 +125,7 @@ func (o *output) add(typ guestapi.FrameType, p []byte) {
 			tail = o.chunks[n-1]
 		}
 		if len(tail) == cap(tail) {
-			size := min(readChunk, max(leastChunk, len(rest), 2*cap(tail)))
+			size := min(readChunk/4, max(leastChunk, len(rest), 2*cap(tail)))
 			tail = make([]byte, 0, size)
 			o.chunks = append(o.chunks, tail)
 		}
@@ -121,7 +133,12 @@ func (o *output) add(typ guestapi.FrameType, p []byte) {
 		o.chunks[len(o.chunks)-1] = append(tail, rest[:n]...)
 		rest = rest[n:]
 	}
-	o.next += uint64(len(p))
+	o.added(typ, len(p))
+}
+
+// added accounts for n bytes of typ that the chunks have got.
+func (o *output) added(typ guestapi.FrameType, n int) {
+	o.next += uint64(n)
 	if n := len(o.segs); n > 0 && o.segs[n-1].typ == typ {
 		o.segs[n-1].end = o.next
 	} else {
@@ -144,6 +161,10 @@ func (o *output) trim(base uint64) {
 	gone := 0
 	for gone < len(o.chunks) && o.first+uint64(len(o.chunks[gone])) <= base {
 		o.first += uint64(len(o.chunks[gone]))
+		if c := o.chunks[gone]; cap(c) == readChunk {
+			c = c[:readChunk]
+			scratch.Put(&c)
+		}
 		gone++
 	}
 	if gone > 0 {

@@ -309,7 +309,8 @@ func (s *Server) handleOutput(w http.ResponseWriter, r *http.Request, p *process
 	w.Header().Set("Content-Type", "application/octet-stream")
 	w.WriteHeader(200)
 	fw := guestapi.NewFrameWriter(w)
-	buf := make([]byte, readChunk)
+	room := make([]byte, guestapi.FrameHeader+guestapi.MaxFramePayload)
+	buf := room[guestapi.FrameHeader:]
 	tick := time.NewTicker(s.opt.Keepalive)
 	defer tick.Stop()
 	for {
@@ -322,7 +323,7 @@ func (s *Server) handleOutput(w http.ResponseWriter, r *http.Request, p *process
 			_ = fw.Exit(pos, *l.exit)
 			return nil
 		case guestapi.FrameStdout, guestapi.FrameStderr:
-			err = fw.Data(l.typ, pos, buf[:l.n])
+			err = fw.InPlace(l.typ, pos, room[:guestapi.FrameHeader+l.n])
 			pos += uint64(l.n)
 		default:
 			if err = ctl.Flush(); err != nil {

@@ -22,24 +22,41 @@ import (
 	"github.com/space-platform/space/internal/guestclient"
 )
 
-var built struct {
+type binary struct {
 	sync.Once
 	path string
 	err  error
 }
 
+var shipped, raced binary
+
 // Binary builds the daemon once per test program, as it is shipped, and gives
-// its path. The file is in the build's own temporary folder of the process.
+// its path: build/guesttest/space-guest in the module's folder.
 func Binary(t testing.TB) string {
 	t.Helper()
-	built.Do(func() { built.path, built.err = build() })
-	if built.err != nil {
-		t.Fatal(built.err)
-	}
-	return built.path
+	return shipped.get(t, "space-guest", []string{"-trimpath", "-ldflags", "-s -w"}, "CGO_ENABLED=0")
 }
 
-func build() (string, error) {
+// daemon is what a Machine runs: the shipped one, or under the race detector one
+// that is under it too.
+func daemon(t testing.TB) string {
+	t.Helper()
+	if !Raced {
+		return Binary(t)
+	}
+	return raced.get(t, "space-guest.race", []string{"-race"}, "CGO_ENABLED=1")
+}
+
+func (b *binary) get(t testing.TB, name string, flags []string, env string) string {
+	t.Helper()
+	b.Do(func() { b.path, b.err = build(name, flags, env) })
+	if b.err != nil {
+		t.Fatal(b.err)
+	}
+	return b.path
+}
+
+func build(name string, flags []string, env string) (string, error) {
 	root, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}").Output()
 	if err != nil {
 		return "", fmt.Errorf("guesttest: go list: %w", err)
@@ -47,14 +64,14 @@ func build() (string, error) {
 	dir := strings.TrimSpace(string(root))
 	// One path for all test programs of a tree; renamed into place, so that
 	// concurrent builds are harmless. build/ is not committed.
-	out := filepath.Join(dir, "build", "guesttest", "space-guest")
+	out := filepath.Join(dir, "build", "guesttest", name)
 	if err := os.MkdirAll(filepath.Dir(out), 0o755); err != nil {
 		return "", err
 	}
 	tmp := out + "." + strconv.Itoa(os.Getpid())
-	cmd := exec.Command("go", "build", "-trimpath", "-ldflags", "-s -w", "-o", tmp, "./cmd/space-guest")
+	cmd := exec.Command("go", append(append([]string{"build"}, flags...), "-o", tmp, "./cmd/space-guest")...)
 	cmd.Dir = dir
-	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+	cmd.Env = append(os.Environ(), env)
 	if text, err := cmd.CombinedOutput(); err != nil {
 		return "", fmt.Errorf("guesttest: build: %w\n%s", err, text)
 	}
@@ -123,13 +140,13 @@ func (m *Machine) Isolated() bool { return os.Geteuid() == 0 && !m.o.Plain }
 
 func (m *Machine) boot() {
 	m.t.Helper()
-	argv := []string{Binary(m.t), "-dial", m.Socket, "-keep-clock"}
+	argv := []string{daemon(m.t), "-dial", m.Socket, "-keep-clock"}
 	argv = append(append([]string{}, m.o.Wrap...), argv...)
 	if m.Isolated() {
 		argv = append([]string{"sh", "-c", `mount -t proc proc /proc && exec "$@"`, "sh"}, argv...)
 	}
 	cmd := exec.Command(argv[0], argv[1:]...)
-	cmd.Env = append([]string{"PATH=" + os.Getenv("PATH")}, m.o.Env...)
+	cmd.Env = append([]string{"PATH=" + os.Getenv("PATH"), "GORACE=halt_on_error=1"}, m.o.Env...)
 	cmd.Stderr = os.Stderr
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Setsid: true}
 	if m.Isolated() {

@@ -1,0 +1,6 @@
+//go:build !race
+
+package guesttest
+
+// Raced: see race_on.go.
+const Raced = false
