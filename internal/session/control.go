@@ -6,6 +6,7 @@ import (
 	"errors"
 	"io"
 	"path/filepath"
+	"slices"
 	"time"
 
 	"github.com/space-platform/space/api/guestapi"
@@ -406,7 +407,7 @@ func (m *Manager) pop(id sandbox.ID, pick func(kept) bool) (kept, bool) {
 	defer m.mu.Unlock()
 	for i, k := range m.kept[id] {
 		if pick(k) {
-			m.kept[id] = append(m.kept[id][:i:i], m.kept[id][i+1:]...)
+			m.kept[id] = slices.Delete(m.kept[id], i, i+1)
 			if len(m.kept[id]) == 0 {
 				delete(m.kept, id)
 			}
@@ -467,19 +468,20 @@ func (m *Manager) remove(ctx context.Context, ks []kept) error {
 // reclaim erases the output of the oldest ended session of a sandbox; its row
 // and its exit stay.
 func (m *Manager) reclaim(id sandbox.ID) bool {
-	k, ok := m.pop(id, func(k kept) bool { return k.bytes > 0 })
-	if !ok {
+	m.mu.Lock()
+	i := slices.IndexFunc(m.kept[id], func(k kept) bool { return k.bytes > 0 })
+	if i < 0 {
+		m.mu.Unlock()
 		return false
 	}
+	k := m.kept[id][i]
+	m.kept[id][i].bytes = 0
+	m.mu.Unlock()
 	m.closeReaders(k.id)
 	if err := journal.Erase(m.dir(k.id)); err != nil {
 		m.Log.Error("journal cannot be erased", "session", k.id, "error", err)
 	}
 	m.Ledger.Refund(k.tenant, id, quota.JournalBytes, k.bytes)
-	k.bytes = 0
-	m.mu.Lock()
-	m.kept[id] = append([]kept{k}, m.kept[id]...)
-	m.mu.Unlock()
 	return true
 }
 
@@ -566,7 +568,7 @@ func (m *Manager) expireWhere(ctx context.Context, reason, where string, args ..
 			} else if err != nil {
 				return err
 			}
-			if err := markEnded(ctx, tx, r); err != nil {
+			if err := m.markEnded(ctx, tx, r); err != nil {
 				return err
 			}
 			if err := m.Auditor.Append(ctx, tx, audit.Entry{At: now, Tenant: r.tenant.String(), Actor: "node", Action: "session.expire",

@@ -4,8 +4,10 @@ import (
 	"bytes"
 	"context"
 	"database/sql"
+	"errors"
 	"fmt"
 	"log/slog"
+	"net"
 	"os"
 	"path/filepath"
 	"sync"
@@ -47,6 +49,57 @@ func (g *guests) fail(id sandbox.ID, err error) {
 	g.mu.Lock()
 	g.err[id] = err
 	g.mu.Unlock()
+}
+
+// link is the channel to a guest, which tests can break.
+type link struct {
+	dial  func(context.Context) (net.Conn, error)
+	mu    sync.Mutex
+	down  bool
+	conns map[net.Conn]bool
+}
+
+type linkConn struct {
+	net.Conn
+	l *link
+}
+
+func (c linkConn) Close() error {
+	c.l.mu.Lock()
+	delete(c.l.conns, c.Conn)
+	c.l.mu.Unlock()
+	return c.Conn.Close()
+}
+
+func (l *link) Dial(ctx context.Context) (net.Conn, error) {
+	c, err := l.dial(ctx)
+	if err != nil {
+		return nil, err
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.down {
+		_ = c.Close()
+		return nil, errors.New("the link is cut")
+	}
+	l.conns[c] = true
+	return linkConn{c, l}, nil
+}
+
+// cut breaks what is open and refuses until mend.
+func (l *link) cut() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.down = true
+	for c := range l.conns {
+		_ = c.Close()
+	}
+}
+
+func (l *link) mend() {
+	l.mu.Lock()
+	l.down = false
+	l.mu.Unlock()
 }
 
 // trail is an audit chain in memory.
@@ -99,6 +152,7 @@ type host struct {
 	db      *sqlitedb.DB
 	guests  *guests
 	machine *guesttest.Machine
+	link    *link
 	trail   *trail
 	logs    *logs
 	box     sandbox.ID
@@ -134,7 +188,10 @@ func newHostOver(t testing.TB, limits Limits, machine *guesttest.Machine) *host 
 	h := &host{t: t, machine: machine, trail: &trail{}, logs: &logs{}, box: sandbox.NewID(), who: mint(t, "acme"), root: t.TempDir()}
 	h.guests = &guests{known: map[sandbox.ID]guestclient.Guest{}, err: map[sandbox.ID]error{}}
 	if machine != nil {
-		h.guests.known[h.box] = machine.Guest
+		h.link = &link{dial: machine.Dial, conns: map[net.Conn]bool{}}
+		c := guestclient.New(h.link.Dial, guestclient.Options{})
+		t.Cleanup(c.Close)
+		h.guests.known[h.box] = c
 	}
 	db, err := sqlitedb.Open(filepath.Join(h.root, "node.db"))
 	must(t, err)

@@ -370,7 +370,7 @@ func (m *Manager) Create(ctx context.Context, t tenant.ID, r CreateRequest) (Ses
 	err = m.commits.do(ctx, func(ctx context.Context, tx *sql.Tx) error {
 		old, revoked = nil, nil
 		if idem != nil {
-			found, err := scanRow(tx.QueryRowContext(ctx, `SELECT `+columns+` FROM session_sessions WHERE tenant=? AND principal=? AND idempotency=?`,
+			found, err := m.scan(tx.QueryRowContext(ctx, `SELECT `+columns+` FROM session_sessions WHERE tenant=? AND principal=? AND idempotency=?`,
 				t.String(), r.Principal, idem))
 			switch {
 			case errors.Is(err, sql.ErrNoRows):
@@ -473,7 +473,7 @@ func (m *Manager) List(ctx context.Context, t tenant.ID, id sandbox.ID, cursor s
 	}
 	after, ok := parseCursor(cursor)
 	if !ok {
-		return nil, "", fault.New(fault.Invalid, "invalid_cursor", "the cursor is not one that a list answered")
+		return nil, "", fault.New(fault.Invalid, "bad_cursor", "the cursor was not made by this list").Do("start again without a cursor")
 	}
 	rows, err := m.rows(ctx, `tenant=? AND sandbox=? AND seq>? ORDER BY seq LIMIT ?`, t.String(), string(id), after, limit+1)
 	if err != nil {

@@ -486,7 +486,7 @@ func (l *live) commitEnd(r row) {
 	m := l.m
 	for {
 		err := m.commits.do(context.WithoutCancel(m.ctx), func(ctx context.Context, tx *sql.Tx) error {
-			if err := markEnded(ctx, tx, r); err != nil {
+			if err := m.markEnded(ctx, tx, r); err != nil {
 				return err
 			}
 			return m.auditExit(ctx, tx, r)

@@ -50,14 +50,15 @@ const columns = `seq, id, tenant, sandbox, principal, request, state, epoch, com
 
 type scanner interface{ Scan(...any) error }
 
-func scanRow(s scanner) (row, error) {
+// scan reads a row and opens its exit.
+func (m *Manager) scan(s scanner) (row, error) {
 	var (
 		r                              row
 		tn, id, box, state             string
 		created                        int64
 		started, ended, pausedAt       sql.NullInt64
 		pausedMicros, stdin, last, epo int64
-		exit                           sql.NullString
+		exit                           []byte // sealed: its reason may have a tenant's words
 	)
 	if err := s.Scan(&r.seq, &id, &tn, &box, &r.principal, &r.request, &state, &epo, &r.command, &r.dataKey, &r.guestBoot, &r.hostBoot,
 		&created, &started, &ended, &pausedAt, &pausedMicros, &r.pid, &stdin, &last, &exit, &r.bodyHash); err != nil {
@@ -71,9 +72,13 @@ func scanRow(s scanner) (row, error) {
 	r.createdAt, r.startedAt, r.endedAt, r.pausedAt = fromMicros(created), fromNull(started), fromNull(ended), fromNull(pausedAt)
 	r.paused = time.Duration(pausedMicros) * time.Microsecond
 	r.stdinOffset, r.lastOffset, r.epoch = uint64(stdin), uint64(last), uint64(epo)
-	if exit.Valid {
+	if exit != nil {
+		plain, err := m.Sealer.Open(exit, bind(r, "exit"))
+		if err != nil {
+			return row{}, fmt.Errorf("session: row %s: exit: %w", id, err)
+		}
 		r.exit = new(Exit)
-		if err := json.Unmarshal([]byte(exit.String), r.exit); err != nil {
+		if err := json.Unmarshal(plain, r.exit); err != nil {
 			return row{}, fmt.Errorf("session: row %s: exit: %w", id, err)
 		}
 	}
@@ -133,20 +138,24 @@ func markStarting(ctx context.Context, tx *sql.Tx, id sandbox.SessionID, guestBo
 }
 
 // markEnded makes the session final, once.
-func markEnded(ctx context.Context, tx *sql.Tx, r row) error {
-	body, err := json.Marshal(r.exit)
+func (m *Manager) markEnded(ctx context.Context, tx *sql.Tx, r row) error {
+	plain, err := json.Marshal(r.exit)
 	if err != nil {
 		return err
 	}
+	body, err := m.Sealer.Seal(plain, bind(r, "exit"))
+	if err != nil {
+		return fmt.Errorf("session: seal: %w", err)
+	}
 	return one(tx.ExecContext(ctx, `UPDATE session_sessions SET state=?, exit=?, ended_at=?, pid=?, stdin_offset=?, last_offset=?
-		WHERE id=? AND ended_at IS NULL`, string(r.state), string(body), r.exit.At.UnixMicro(), r.pid, int64(r.stdinOffset), int64(r.lastOffset), string(r.id)))
+		WHERE id=? AND ended_at IS NULL`, string(r.state), body, r.exit.At.UnixMicro(), r.pid, int64(r.stdinOffset), int64(r.lastOffset), string(r.id)))
 }
 
 func (m *Manager) rowOf(ctx context.Context, t tenant.ID, id sandbox.SessionID) (row, error) {
 	if t.IsZero() {
 		return row{}, errNotFound
 	}
-	r, err := scanRow(m.db.Read.QueryRowContext(ctx, `SELECT `+columns+` FROM session_sessions WHERE id=? AND tenant=?`, string(id), t.String()))
+	r, err := m.scan(m.db.Read.QueryRowContext(ctx, `SELECT `+columns+` FROM session_sessions WHERE id=? AND tenant=?`, string(id), t.String()))
 	if errors.Is(err, sql.ErrNoRows) {
 		return row{}, errNotFound
 	}
@@ -164,7 +173,7 @@ func (m *Manager) rows(ctx context.Context, where string, args ...any) ([]row, e
 	defer func() { _ = q.Close() }() // Err tells
 	var out []row
 	for q.Next() {
-		r, err := scanRow(q)
+		r, err := m.scan(q)
 		if err != nil {
 			return nil, err
 		}

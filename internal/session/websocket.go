@@ -60,10 +60,14 @@ func (m *Manager) serveWebSocket(w http.ResponseWriter, r *http.Request, c call)
 		defer cancel()
 		return conn.Write(wctx, websocket.MessageBinary, b)
 	}
+	// Ending a read's context drops the connection: a revocation must not do that
+	// before it has said why.
+	reading, drop := context.WithCancel(context.WithoutCancel(ctx))
+	defer drop()
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		defer stop() // the client is gone
-		m.serveRequests(ctx, conn, c, write)
+		m.serveRequests(ctx, reading, conn, c, write)
 	})
 	err = m.copyEvents(ctx, s, binaryEncoder{}, write)
 	switch why := context.Cause(c.g.Context()); {
@@ -75,15 +79,16 @@ func (m *Manager) serveWebSocket(w http.ResponseWriter, r *http.Request, c call)
 		_ = conn.Close(closeBroken, "interrupted: attach again after your last event")
 	}
 	stop()
+	drop()
 	_ = conn.CloseNow()
 	wg.Wait()
 	return nil
 }
 
 // serveRequests does what the client asks, in order, until it goes.
-func (m *Manager) serveRequests(ctx context.Context, conn *websocket.Conn, c call, write func([]byte) error) {
+func (m *Manager) serveRequests(ctx, reading context.Context, conn *websocket.Conn, c call, write func([]byte) error) {
 	for {
-		kind, msg, err := conn.Read(ctx)
+		kind, msg, err := conn.Read(reading)
 		if err != nil {
 			return
 		}

@@ -22,7 +22,7 @@ CREATE TABLE session_sessions (
     pid            INTEGER NOT NULL DEFAULT 0,
     stdin_offset   INTEGER NOT NULL DEFAULT 0,
     last_offset    INTEGER NOT NULL DEFAULT 0,
-    exit           TEXT              -- JSON
+    exit           BLOB              -- sealed JSON
 ) STRICT;
 CREATE UNIQUE INDEX session_idempotency ON session_sessions (tenant, principal, idempotency) WHERE idempotency IS NOT NULL;
 CREATE INDEX session_of_sandbox ON session_sessions (tenant, sandbox, seq);
