@@ -293,7 +293,9 @@ func (b *box) record(ctx context.Context, s step, r *row) error {
 	switch s {
 	case stepCreate:
 		b.created = true
-		b.known = false // a machine of an earlier, unrecorded run may be further
+		// Where there was a machine already, one of an earlier, unrecorded run may be further.
+		b.known = b.cond == absent
+		b.cond, b.bootID, b.exit = runtime.Created, "", nil
 	case stepStart:
 		b.ready, b.bootSince, b.started = false, time.Time{}, true
 		b.known = false // the boot's id comes from the host

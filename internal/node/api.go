@@ -25,7 +25,25 @@
 // One actor goroutine per sandbox does its steps; there is no lock held over a
 // runtime call other than that sandbox's own turn. Apply persists, then wakes
 // the actor; it does not wait for convergence. A failed step is retried with
-// backoff while the assignment's deadline has not passed.
+// backoff while the assignment's deadline has not passed; then it has failed. A
+// delete, and what the node decided by itself, never gives up.
+//
+// # Rules that callers may rely on
+//
+//  1. Running is said only after the guest daemon has answered and has taken its
+//     configuration, after every start and every resume.
+//  2. What is failed stays so under later assignments until one has Restart (or
+//     is stopped or deleted); what is quarantined until one is stopped (release)
+//     or deleted. Failed machines are powered off; files are kept.
+//  3. A power-off that was told of is carried out even if the next assignment
+//     overtakes it: after stopped, running is always a cold boot.
+//  4. Within a limit's action, pause becomes stop for a machine that is not up yet.
+//  5. Quarantine outlasts expiry, deadline and restarts.
+//  6. A sandbox with a running session is not idle, with or without a reader.
+//  7. A deleted id never comes back: later assignments are refused with the fault
+//     sandbox_deleted (which wraps ErrStale), a delete of it succeeds.
+//  8. A sandbox whose machine vanished from the host is failed with machine_lost
+//     and is never made anew with an empty disk.
 package node
 
 import (
@@ -92,7 +110,7 @@ type Outcome struct {
 	Generation uint64
 	State      sandbox.State // paused, stopped, deleted, failed, quarantined
 	// Trigger: "expired", "deadline", "idle", "machine_died", "guest_unresponsive",
-	// "limit", "adopted_dead".
+	// "guest_protocol_error", "limit", "adopted_dead", "adoption_mismatch".
 	Trigger string
 	Problem *operation.Problem
 	At      time.Time

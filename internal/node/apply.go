@@ -135,6 +135,9 @@ func (b *box) apply(ctx context.Context, a Assignment, sealed []byte) (Observati
 		b.pending = nil
 	}
 	b.bootDeaths = 0
+	if fresh && a.Desired != sandbox.Deleted {
+		b.known, b.cond = true, absent // Start has found every machine that there is
+	}
 	if !b.row.Converged || !b.row.settled() {
 		b.turned()
 	}

@@ -20,8 +20,7 @@ import (
 //
 // mu is its turn: every decision about the sandbox and every write of its row
 // happens with mu held, and no call to the runtime, the guest or a session hook
-// does. Lock order: box.mu, then Node.mu or ledger.mu. While mu is held only
-// Sessions.RunningSessions is called out.
+// does. Lock order: box.mu, then the database's writer, then Node.mu or ledger.mu.
 type box struct {
 	n  *Node
 	id sandbox.ID
@@ -221,6 +220,12 @@ func (b *box) observe() Observation {
 	if b.pending != nil {
 		p := *b.pending
 		o.Pending = &p
+	}
+	if o.WaitingFor == "" && !o.Converged && b.current != stepNone && b.current != stepLook {
+		o.WaitingFor = "the host to " + stepWords[b.current] + " the machine"
+		if b.current == stepConfigure {
+			o.WaitingFor = "the guest daemon to answer"
+		}
 	}
 	if o.Problem == nil && !o.Converged {
 		o.Problem = b.lastErr

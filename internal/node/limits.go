@@ -136,7 +136,7 @@ func (n *Node) enforceLimits(ctx context.Context) {
 				sleep = min(sleep, wait)
 			}
 		}
-		if passed(n.purgeAt, now) {
+		if n.purgeAt.IsZero() || passed(n.purgeAt, now) {
 			n.purgeAt = now.Add(24 * time.Hour)
 			n.purge(ctx)
 		}
@@ -153,28 +153,32 @@ func (n *Node) enforceLimits(ctx context.Context) {
 func (b *box) enforce(ctx context.Context) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	busy := false
+	if b.idleDue(b.n.clock.Now()) {
+		// The session manager is asked without the turn: it may be calling in. What
+		// begins meanwhile is activity, which is looked at again below.
+		b.mu.Unlock()
+		busy = b.n.sessions.RunningSessions(b.id) > 0
+		b.mu.Lock()
+	}
 	if b.gone {
 		b.dueAt.Store(math.MaxInt64)
 		return
 	}
 	now := b.n.clock.Now()
 	trigger, to, ok := timeLimit(&b.row, now)
-	if !ok && idles(&b.row) && !now.Before(b.activity.Add(b.row.Policy.Idle)) {
-		if b.n.sessions.RunningSessions(b.id) > 0 {
-			// Busy. Its end is reported as activity; the look again is a safety net.
-			again := now.Add(min(10*time.Second, max(100*time.Millisecond, b.row.Policy.Idle/10)))
-			b.dueAt.Store(again.UnixNano())
-			if at := timeLimitNext(&b.row); !at.IsZero() && at.Before(again) {
-				b.dueAt.Store(at.UnixNano())
-			}
-			return
-		}
+	if !ok && b.idleDue(now) {
 		trigger, to = triggerIdle, actionState(b.row.Policy.OnIdle, sandbox.Paused)
-		ok = depth(to) > depth(b.row.Target)
-		if !ok {
-			b.dueAt.Store(math.MaxInt64)
+		if busy {
+			// Its end is reported as activity; the look again is a safety net.
+			again := now.Add(min(10*time.Second, max(100*time.Millisecond, b.row.Policy.Idle/10)))
+			if at := timeLimitNext(&b.row); !at.IsZero() && at.Before(again) {
+				again = at
+			}
+			b.dueAt.Store(again.UnixNano())
 			return
 		}
+		ok = true // every action is deeper than running
 	}
 	if !ok {
 		b.schedule()
@@ -186,6 +190,11 @@ func (b *box) enforce(ctx context.Context) {
 			slog.String("trigger", trigger), slog.Any("error", err))
 		b.dueAt.Store(now.Add(time.Second).UnixNano())
 	}
+}
+
+// idleDue reports whether the idle time has passed without activity. b.mu is held.
+func (b *box) idleDue(now time.Time) bool {
+	return !b.gone && idles(&b.row) && !now.Before(b.activity.Add(b.row.Policy.Idle))
 }
 
 // timeLimitNext is nextLimit without idle.

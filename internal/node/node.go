@@ -50,8 +50,7 @@ type Sessions interface {
 	SandboxResumed(id sandbox.ID)
 	// Erase removes everything kept of the sandbox: journals, tokens, sessions.
 	Erase(ctx context.Context, id sandbox.ID) error
-	// RunningSessions counts sessions whose command is starting or running. It
-	// must not call back into the node, nor wait for something that does.
+	// RunningSessions counts sessions whose command is starting or running.
 	RunningSessions(id sandbox.ID) int
 }
 

@@ -121,7 +121,7 @@ type Policy struct {
 	// deleted whatever the guest does.
 	DeadlineAt time.Time `json:"deadline_at"`
 	// Idle is how long without activity before OnIdle; 0 means never. Activity
-	// is: a running session with a reader attached, or any data-plane call.
+	// is: a running session, with or without a reader, or any data-plane call.
 	Idle   time.Duration `json:"idle"`
 	OnIdle Action        `json:"on_idle"`
 }
