@@ -151,6 +151,57 @@ func TestKilledAtEveryFailpoint(t *testing.T) {
 	}
 }
 
+// Our process is killed at any instruction of a life, also while a command of the
+// runtime is under way.
+func TestKilledAtAnyTime(t *testing.T) {
+	templatetest.NeedRoot(t)
+	self, err := os.Executable()
+	ok(t, err)
+	w := gvisortest.Make(t, gvisortest.Options{Probe: true})
+	conf := victimConf{
+		w.Conf.DataDir, w.Conf.RunDir, w.Conf.Runsc, w.Conf.RunscDigest, w.Conf.GuestDaemon, w.Conf.CgroupParent,
+		filepath.Join(w.Conf.DataDir, "template"),
+	}
+	base := len(gvisortest.Left(w.Conf))
+	ctx := limited(t)
+	const rounds = 25
+	for i := range rounds {
+		spec := w.Spec()
+		ok(t, w.Runtime.Close())
+		text, err := json.Marshal(order{conf, spec})
+		ok(t, err)
+		cmd := exec.Command(self)
+		cmd.Env = []string{"PATH=" + os.Getenv("PATH"), envVictim + "=" + string(text)}
+		ok(t, cmd.Start())
+		time.Sleep(time.Duration(i) * 16 * time.Millisecond) // spread over a life
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait()
+		r := w.Open()
+		if i%2 == 0 {
+			_, err := r.Sweep(ctx)
+			ok(t, err)
+		}
+		list, err := r.List(ctx)
+		ok(t, err)
+		for _, st := range list {
+			ok(t, r.Destroy(ctx, st.Spec.ID))
+		}
+		if i%2 == 1 {
+			_, err := r.Sweep(ctx)
+			ok(t, err)
+		}
+		var left []string
+		for end := time.Now().Add(5 * time.Second); time.Now().Before(end); time.Sleep(10 * time.Millisecond) {
+			if left = gvisortest.Left(w.Conf); len(left) <= base+1 && !strings.Contains(strings.Join(left, "\n"), string(spec.ID)) {
+				break
+			}
+		}
+		if len(left) > base+1 || strings.Contains(strings.Join(left, "\n"), string(spec.ID)) {
+			t.Fatalf("round %d: left on the host: %q", i, left)
+		}
+	}
+}
+
 // Each step fails once: nothing is left, and the same call then succeeds.
 func TestErrorAtEveryFailpoint(t *testing.T) {
 	w := gvisortest.Make(t, gvisortest.Options{Probe: true})
