@@ -11,6 +11,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	goruntime "runtime"
 	"strings"
 	"sync"
 	"testing"
@@ -344,6 +345,72 @@ func TestWrongUser(t *testing.T) {
 	}
 	if len(d.said) != 0 {
 		t.Errorf("the driver was asked: %q", d.said)
+	}
+}
+
+// The kernel, not the peer, says who the peer is: another user that can reach the
+// socket is refused, the one that is named is served.
+func TestRealUsers(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("needs root: it connects as other users")
+	}
+	const allowed, other = 54321, 65534
+	s, _ := newServer(t, func(c *Config) { c.UIDs = []uint32{allowed} })
+	dir, err := os.MkdirTemp("", "room")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer os.RemoveAll(dir)
+	path := filepath.Join(dir, "s")
+	l, err := Listen(path, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan struct{})
+	go func() { defer close(done); _ = s.Serve(ctx, l) }()
+	defer func() { cancel(); <-done }()
+	as := func(uid int) (*net.UnixConn, error) {
+		got := make(chan error, 1)
+		var fd int
+		go func() {
+			goruntime.LockOSThread() // never unlocked: the thread keeps the other uid
+			if _, _, errno := unix.RawSyscall(unix.SYS_SETRESUID, uintptr(uid), uintptr(uid), uintptr(uid)); errno != 0 {
+				got <- errno
+				return
+			}
+			var err error
+			if fd, err = unix.Socket(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0); err == nil {
+				err = unix.Connect(fd, &unix.SockaddrUnix{Name: path})
+			}
+			got <- err
+		}()
+		if err := <-got; err != nil {
+			return nil, err
+		}
+		c := conn(t, fd)
+		_ = c.SetDeadline(time.Now().Add(10 * time.Second))
+		return c, nil
+	}
+	if _, err := as(other); !errors.Is(err, unix.EACCES) {
+		t.Errorf("a user outside of the group reaches the socket: %v", err)
+	}
+	if err := errors.Join(os.Chmod(dir, 0o755), os.Chmod(path, 0o666)); err != nil {
+		t.Fatal(err)
+	}
+	for uid, want := range map[int]bool{other: false, allowed: true} {
+		c, err := as(uid)
+		if err != nil {
+			t.Fatal(err)
+		}
+		r := raw(t, c, `{"version":1,"op":"hello"}`)
+		if served := r.Hello != nil && r.Error == nil; served != want {
+			t.Errorf("uid %d: %+v", uid, r)
+		}
+		c.Close()
+	}
+	if r := raw(t, dial(t, path), `{"version":1,"op":"hello"}`); r.Error == nil {
+		t.Error("root is served though it is not named")
 	}
 }
 

@@ -123,9 +123,19 @@ func Listen(path string, gid int) (*net.UnixListener, error) {
 }
 
 // Serve answers calls on l until ctx ends, and then waits for the running ones,
-// whose contexts have ended too. It owns l.
+// whose contexts have ended too. It owns l. Beside the first calls it sweeps once
+// and logs what an earlier room had left.
 func (s *Server) Serve(ctx context.Context, l *net.UnixListener) error {
 	defer s.wg.Wait()
+	s.wg.Go(func() {
+		lines, err := s.conf.Driver.Sweep(ctx)
+		for _, line := range lines {
+			s.conf.Log.Info("host room: sweep", "did", line)
+		}
+		if err != nil && ctx.Err() == nil {
+			s.conf.Log.Error("host room: sweep", "error", err)
+		}
+	})
 	defer l.Close()
 	stop := context.AfterFunc(ctx, func() { l.Close() })
 	defer stop()
