@@ -217,7 +217,7 @@ func (a *Acceptor) greet(c net.Conn, serial uint64) {
 		_ = c.Close()
 		return
 	}
-	s, err := yamux.Client(newGuard(slowWriter{mux}, time.Now), config())
+	s, err := yamux.Client(newGuard(&slowWriter{Conn: mux}, time.Now), config())
 	if err != nil {
 		a.mu.Unlock()
 		_ = c.Close()

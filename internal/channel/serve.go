@@ -60,7 +60,7 @@ func serveOnce(ctx context.Context, dial func(context.Context) (net.Conn, error)
 	if err != nil {
 		return err
 	}
-	ear := &heard{Conn: slowWriter{conn}}
+	ear := &heard{Conn: &slowWriter{Conn: conn}}
 	s, err := yamux.Server(ear, config())
 	if err != nil {
 		return err
