@@ -79,6 +79,8 @@ func TestMounts(t *testing.T) {
 	for _, d := range []string{target, root, lower} {
 		ok(t, os.Mkdir(d, 0o755))
 	}
+	old := unix.Umask(0o077) // the guest's / is for everybody, whatever our umask is
+	defer unix.Umask(old)
 	ok(t, os.WriteFile(filepath.Join(lower, "old"), []byte("template"), 0o644))
 	ok(t, os.Mkdir(filepath.Join(lower, "dir"), 0o755))
 	ok(t, Make(context.Background(), image, MinBytes))
@@ -97,6 +99,9 @@ func TestMounts(t *testing.T) {
 	loops, err := Loops(dir)
 	if err != nil || len(loops) != 1 || loops[0].Backing != image || loops[0].Deleted {
 		t.Errorf("loops %+v %v", loops, err)
+	}
+	if fi, err := os.Stat(root); err != nil || fi.Mode().Perm() != 0o755 {
+		t.Errorf("the guest's / has mode %v %v", fi.Mode(), err)
 	}
 	// Set-uid programs and devices that a guest made do nothing on the host.
 	var st unix.Statfs_t

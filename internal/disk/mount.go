@@ -50,8 +50,15 @@ func Overlay(lower, diskDir, target string) error {
 	}
 	upper, work := filepath.Join(diskDir, "upper"), filepath.Join(diskDir, "work")
 	for _, d := range []string{upper, work} {
-		if err := os.Mkdir(d, 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
+		switch err := os.Mkdir(d, 0o755); {
+		case errors.Is(err, fs.ErrExist): // its mode is the guest's by now
+		case err != nil:
 			return noSpace(fmt.Errorf("disk: %w", err))
+		default:
+			// upper's mode is that of the guest's /, whatever our umask is.
+			if err := os.Chmod(d, 0o755); err != nil {
+				return fmt.Errorf("disk: %w", err)
+			}
 		}
 	}
 	data := "lowerdir=" + lower + ",upperdir=" + upper + ",workdir=" + work +
