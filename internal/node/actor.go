@@ -373,7 +373,7 @@ func (b *box) saw(ctx context.Context, m runtime.Machine, st runtime.Status) err
 	b.machine, b.cond, b.bootID, b.exit, b.known = m, st.Condition, st.BootID, st.Exit, true
 	if m != nil && b.guest == nil && st.Condition == runtime.Running && r.State == sandbox.Running && r.Target == sandbox.Running && !r.Down {
 		// Adopted: clients may go on at once, the guest is asked anew meanwhile.
-		b.guest = b.n.cfg.NewGuest(m)
+		b.guest = b.newGuest(m)
 	}
 	if st.Condition == runtime.Dead && r.BootID == "" && !r.Down && r.Target == sandbox.Running && b.started {
 		b.started = false

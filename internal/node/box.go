@@ -56,6 +56,7 @@ type box struct {
 	lastErr    *operation.Problem
 
 	activity time.Time
+	busy     bool          // a session was running at the last look of the limits
 	changed  chan struct{} // closed and replaced at every visible change
 	keeping  context.CancelFunc
 }

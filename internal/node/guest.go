@@ -111,6 +111,10 @@ func (n *Node) ReportProtocolError(ctx context.Context, id sandbox.ID) error {
 	return b.move(ctx, sandbox.Quarantined, triggerProtocol, protocolProblem())
 }
 
+func (b *box) newGuest(m runtime.Machine) guestclient.Guest {
+	return &watched{Guest: b.n.cfg.NewGuest(m), b: b}
+}
+
 // configure makes the guest of a booted or woken machine usable. Only after it
 // the sandbox counts as running: a daemon of a version we speak has answered
 // and has taken identity, clock, entropy and environment.
@@ -134,7 +138,7 @@ func (b *box) configure(ctx context.Context, r *row, m runtime.Machine) error {
 	g := b.guest
 	b.mu.Unlock()
 	if g == nil {
-		g = b.n.cfg.NewGuest(m)
+		g = b.newGuest(m)
 	}
 	entropy := make([]byte, 64)
 	_, _ = rand.Read(entropy) // never fails (crypto/rand)

@@ -2,8 +2,8 @@ package node
 
 import (
 	"context"
+	"crypto/sha256"
 	"fmt"
-	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -128,6 +128,8 @@ type host struct {
 	change   func(*Config)
 	who      tenant.ID
 	dir      string
+	real     bool // with a real session manager
+	manager  *session.Manager
 }
 
 // memory is a directory whose fsync costs nothing: these tests kill processes,
@@ -140,7 +142,7 @@ func memory() string {
 }
 
 // newHost must be called inside a synctest bubble.
-func newHost(t fataler, change func(*Config), options ...fake.Option) *host {
+func newHost(t fataler, change func(*Config), options []fake.Option, prepare ...func(*host)) *host {
 	t.Helper()
 	dir, err := os.MkdirTemp(memory(), "node-test-")
 	if err != nil {
@@ -153,6 +155,9 @@ func newHost(t fataler, change func(*Config), options ...fake.Option) *host {
 	h := &host{t: t, world: fake.NewWorld(append([]fake.Option{fake.WithTemplates(digest)}, options...)...), dir: dir,
 		path: filepath.Join(dir, "node.db"), change: change, who: who,
 		sessions: &sessions{said: map[sandbox.ID][]string{}, running: map[sandbox.ID]int{}}}
+	for _, p := range prepare {
+		p(h)
+	}
 	h.boot()
 	return h
 }
@@ -175,6 +180,17 @@ func (h *host) boot() {
 	}
 	h.n = n
 	n.Bind(h.sessions)
+	if h.real {
+		h.manager, err = session.New(context.Background(), session.Config{DB: db, Dir: filepath.Join(h.dir, "sessions"), Guests: n,
+			Sealer: rot13{}, Auditor: n.Auditor(), Activity: n.Activity})
+		if err != nil {
+			h.t.Fatalf("sessions: %v", err)
+		}
+		n.Bind(h.manager)
+		if err := h.manager.Recover(context.Background()); err != nil {
+			h.t.Fatalf("recover: %v", err)
+		}
+	}
 	if h.report, err = n.Start(context.Background()); err != nil {
 		h.t.Fatalf("start: %v", err)
 	}
@@ -186,6 +202,9 @@ func (h *host) crash() {
 	h.t.Helper()
 	_ = h.db.Write.Close() // whatever is in progress is lost
 	h.drv.Kill()
+	if h.real {
+		h.manager.Close()
+	}
 	h.n.Close()
 	_ = h.db.Read.Close()
 }
@@ -198,6 +217,9 @@ func (h *host) reboot() {
 }
 
 func (h *host) end() {
+	if h.real {
+		h.manager.Close()
+	}
 	h.n.Close()
 	if err := h.db.Close(); err != nil {
 		h.t.Fatalf("close: %v", err)
@@ -351,10 +373,13 @@ func (h *host) verify() error {
 func inBubble(t *testing.T, change func(*Config), fn func(t *testing.T, h *host), options ...fake.Option) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
-		h := newHost(t, change, options...)
+		h := newHost(t, change, options)
 		defer h.end()
 		fn(t, h)
 	})
 }
 
-func keys[M ~map[K]V, K ~string, V any](m M) []K { return slices.Sorted(maps.Keys(m)) }
+func (rot13) Derive(purpose string) []byte {
+	sum := sha256.Sum256([]byte(purpose))
+	return sum[:]
+}

@@ -41,7 +41,7 @@ const maxSleep = 5 * time.Second
 var limitProblems = map[string]operation.Problem{
 	triggerExpired: {Code: "sandbox_expired", What: "the sandbox reached the end of its life time",
 		Remedy: "wake it if it was paused or stopped; give new ones a longer life time, or renew in time"},
-	triggerDeadline: {Code: "sandbox_deadline", What: "the sandbox reached its hard end",
+	triggerDeadline: {Code: "lifetime_over", What: "the sandbox reached its hard end",
 		Why: "the maximal life time counts from creation and cannot be moved", Remedy: "create a new one"},
 	triggerIdle: {Code: "sandbox_idle", What: "nobody used the sandbox for its idle time",
 		Remedy: "wake it; or give it a longer idle time"},
@@ -153,31 +153,34 @@ func (n *Node) enforceLimits(ctx context.Context) {
 func (b *box) enforce(ctx context.Context) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	busy := false
-	if b.idleDue(b.n.clock.Now()) {
+	busy, asked := false, false
+	if b.idleDue(b.n.clock.Now()) || b.busy && idles(&b.row) {
+		asked = true
 		// The session manager is asked without the turn: it may be calling in. What
 		// begins meanwhile is activity, which is looked at again below.
 		b.mu.Unlock()
 		busy = b.n.sessions.RunningSessions(b.id) > 0
 		b.mu.Lock()
 	}
+	b.busy = busy
 	if b.gone {
 		b.dueAt.Store(math.MaxInt64)
 		return
 	}
 	now := b.n.clock.Now()
 	trigger, to, ok := timeLimit(&b.row, now)
-	if !ok && b.idleDue(now) {
-		trigger, to = triggerIdle, actionState(b.row.Policy.OnIdle, sandbox.Paused)
-		if busy {
-			// Its end is reported as activity; the look again is a safety net.
-			again := now.Add(min(10*time.Second, max(100*time.Millisecond, b.row.Policy.Idle/10)))
-			if at := timeLimitNext(&b.row); !at.IsZero() && at.Before(again) {
-				again = at
-			}
-			b.dueAt.Store(again.UnixNano())
-			return
+	if !ok && busy && idles(&b.row) {
+		// Busy is activity. Looking again soon tells when it ended, unattended too.
+		b.activity = now.UTC()
+		again := now.Add(min(10*time.Second, max(100*time.Millisecond, b.row.Policy.Idle/10)))
+		if at := timeLimitNext(&b.row); !at.IsZero() && at.Before(again) {
+			again = at
 		}
+		b.dueAt.Store(again.UnixNano())
+		return
+	}
+	if !ok && asked && b.idleDue(now) {
+		trigger, to = triggerIdle, actionState(b.row.Policy.OnIdle, sandbox.Paused)
 		ok = true // every action is deeper than running
 	}
 	if !ok {

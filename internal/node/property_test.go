@@ -107,7 +107,7 @@ func play(t *testing.T, actions []action) (broken string) {
 			c.Clock = jump
 			c.Capacity = sandbox.Resources{MemoryBytes: 3 * 64 << 20}
 			c.StepTimeout, c.CreateTimeout = 10*time.Second, 10*time.Second
-		}, fake.WithBootTime(300*time.Millisecond))
+		}, []fake.Option{fake.WithBootTime(300 * time.Millisecond)})
 		var boxes []*believed
 		for range 4 {
 			boxes = append(boxes, &believed{id: sandbox.NewID(), next: 1})
