@@ -239,11 +239,11 @@ func TestC039BusyIsNotIdle(t *testing.T) {
 			t.Fatalf("stopped while busy: %+v", o)
 		}
 		h.sessions.run(id, 0) // unattended: nobody tells of the end
-		time.Sleep(54 * time.Second)
+		time.Sleep(53 * time.Second)
 		if o := h.observe(id); o.State != sandbox.Running {
 			t.Fatalf("its idle time began before the command ended: %+v", o)
 		}
-		h.becomes(id, sandbox.Stopped, 7*time.Second)
+		h.becomes(id, sandbox.Stopped, 8*time.Second)
 		if got := h.sessions.heard(id); !slices.Contains(got, "ended sandbox_idle") {
 			t.Fatalf("not announced: %q", got)
 		}

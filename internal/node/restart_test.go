@@ -1,9 +1,12 @@
 package node
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
+	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -397,4 +400,45 @@ func TestAudit(t *testing.T) {
 			t.Fatalf("%+v %v", older, err)
 		}
 	})
+}
+
+// A tenant's environment is sealed at rest and not in the log; it goes with the sandbox.
+func TestEnvironmentStaysSealed(t *testing.T) {
+	var log bytes.Buffer
+	handler := slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug})
+	inBubble(t, func(c *Config) { c.Log = slog.New(handler) }, func(t *testing.T, h *host) {
+		id := sandbox.NewID()
+		h.world.On(fake.OpStart, id, fake.Fault{Err: errors.New("boom"), Times: 3})
+		h.world.On(fake.OpDial, id, fake.Fault{Err: errors.New("boom"), Times: 3})
+		h.reach(id, 1, sandbox.Running)
+		h.crash()
+		h.boot()
+		synctest.Wait()
+		conf := h.world.Daemon(id).Configured()
+		if len(conf) != 2 || conf[1].Env["TOKEN"] != "s3cret" {
+			t.Fatalf("the environment did not survive the restart: %+v", conf)
+		}
+		found := false
+		for _, suffix := range []string{"", "-wal"} {
+			data, err := os.ReadFile(h.path + suffix)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if bytes.Contains(data, []byte("s3cret")) {
+				t.Fatalf("in clear in node.db%s", suffix)
+			}
+			found = found || bytes.Contains(data, []byte(id))
+		}
+		if !found {
+			t.Fatal("the wrong files were searched")
+		}
+		h.reach(id, 2, sandbox.Deleted)
+		var rows int
+		if err := h.db.Read.QueryRow(`SELECT count(*) FROM node_machines`).Scan(&rows); err != nil || rows != 0 {
+			t.Fatal(rows, err)
+		}
+	})
+	if s := log.String(); strings.Contains(s, "s3cret") || !strings.Contains(s, "step failed") {
+		t.Fatal(s)
+	}
 }

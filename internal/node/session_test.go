@@ -5,11 +5,13 @@ import (
 	"errors"
 	"net"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
 
 	"github.com/space-platform/space/api/guestapi"
+	"github.com/space-platform/space/internal/fault"
 	"github.com/space-platform/space/internal/guestclient"
 	"github.com/space-platform/space/internal/runtime"
 	"github.com/space-platform/space/internal/runtime/fake"
@@ -110,6 +112,61 @@ func TestC039WithRealSessions(t *testing.T) {
 		h.becomes(id, sandbox.Paused, 70*time.Second)
 		if d := time.Since(start); d < 230*time.Second {
 			t.Fatalf("paused after %v", d)
+		}
+	})
+}
+
+// C-055: a call during a transition is served before or after it, or refused
+// with an answer that says to retry.
+func TestC055CallsDuringTransitions(t *testing.T) {
+	inBubble(t, nil, func(t *testing.T, h *host) {
+		id := sandbox.NewID()
+		h.reach(id, 1, sandbox.Running)
+		ctx, cancel := context.WithCancel(context.Background())
+		var mu sync.Mutex
+		served, refused := 0, 0 // guarded by mu
+		done := make(chan error)
+		for range 4 {
+			go func() {
+				var bad error
+				for ctx.Err() == nil && bad == nil {
+					time.Sleep(7 * time.Millisecond)
+					g, err := h.n.Guest(context.Background(), h.who, id)
+					if err == nil {
+						_, err = g.Processes(context.Background())
+					}
+					if f := fault.Of(err); f != nil && !f.Retryable {
+						bad = err
+					}
+					mu.Lock()
+					if err == nil {
+						served++
+					} else {
+						refused++
+					}
+					mu.Unlock()
+				}
+				done <- bad
+			}()
+		}
+		generation := uint64(1)
+		for range 100 {
+			time.Sleep(11 * time.Millisecond)
+			generation++
+			h.apply(id, generation, sandbox.Paused)
+			time.Sleep(3 * time.Millisecond)
+			generation++
+			h.apply(id, generation, sandbox.Running)
+		}
+		h.settled(id, generation, sandbox.Running)
+		cancel()
+		for range 4 {
+			if err := <-done; err != nil {
+				t.Fatal(err)
+			}
+		}
+		if served < 100 || refused == 0 {
+			t.Fatalf("%d served, %d refused: the transitions were not met", served, refused)
 		}
 	})
 }
