@@ -135,6 +135,46 @@ func TestC037(t *testing.T) { // renewal against expiry
 			})
 		}
 	}
+	t.Run("many at once", func(t *testing.T) {
+		live(t, 5*time.Millisecond, func(t *testing.T, w *world) {
+			stop := make(chan struct{})
+			var ticks sync.WaitGroup
+			ticks.Go(func() { // the node's own timers
+				for {
+					select {
+					case <-stop:
+						return
+					case <-time.After(3 * time.Millisecond):
+						w.node.expire()
+					}
+				}
+			})
+			var all sync.WaitGroup
+			for i := range 60 {
+				all.Go(func() {
+					res, err := w.svc.CreateSandbox(context.Background(), w.p, Request{Wait: time.Minute}, CreateSandbox{Timeout: 5 * time.Second, OnTimeout: sandbox.ActionStop})
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					time.Sleep(time.Until(res.Sandbox.Policy.ExpiresAt) + time.Duration(i-30)*1500*time.Microsecond)
+					renewed, err := w.svc.PatchSandbox(context.Background(), w.p, Request{Wait: time.Minute}, string(res.Sandbox.ID), PatchSandbox{Timeout: ptr(time.Hour)})
+					if err != nil || renewed.Operation.State != operation.Succeeded {
+						t.Errorf("renewal: %+v, %v", renewed.Operation, err)
+					}
+					time.Sleep(10 * time.Second)
+					got := w.get(t, res.Sandbox.ID)
+					if got.Observed != got.Desired || w.node.state(got.ID) != got.Observed ||
+						got.Observed != sandbox.Running && (got.Observed != sandbox.Stopped || got.Problem.Code != "sandbox_expired") {
+						t.Errorf("renewed at %d: row %s, node %s, %+v", i, got.Observed, w.node.state(got.ID), got.Problem)
+					}
+				})
+			}
+			all.Wait()
+			close(stop)
+			ticks.Wait()
+		})
+	})
 	t.Run("renewed in time", func(t *testing.T) {
 		w, h := stepped(t)
 		s := w.up(t, CreateSandbox{Timeout: 5 * time.Second})
@@ -150,22 +190,26 @@ func TestC037(t *testing.T) { // renewal against expiry
 			t.Errorf("renewed, yet %s", got.Observed)
 		}
 	})
-	t.Run("wake that crossed", func(t *testing.T) {
-		w, h := stepped(t)
-		s := w.up(t, CreateSandbox{Timeout: 5 * time.Second, OnTimeout: sandbox.ActionDelete})
-		h.add(5 * time.Second)
-		w.node.expire()
-		w.node.down = true
-		res := w.verb(t, s.ID, sandbox.Wake, 0)
-		w.node.down = false
-		w.settle(t)
-		if got := w.get(t, s.ID); got.Observed != sandbox.Deleted || got.DeletedAt.IsZero() {
-			t.Errorf("an expired sandbox is %s", got.Observed)
-		}
-		if op := w.op(t, res.Operation.ID); op.State != operation.Failed || op.Problem.Code != "sandbox_expired" {
-			t.Errorf("the wake ended as %+v", op)
-		}
-	})
+	for action, want := range map[sandbox.Action]sandbox.State{
+		sandbox.ActionDelete: sandbox.Deleted, sandbox.ActionStop: sandbox.Stopped, sandbox.ActionPause: sandbox.Paused,
+	} {
+		t.Run("a wake that crossed "+string(action), func(t *testing.T) {
+			w, h := stepped(t)
+			s := w.up(t, CreateSandbox{Timeout: 5 * time.Second, OnTimeout: action})
+			h.add(5 * time.Second)
+			w.node.expire()
+			w.node.down = true
+			res := w.verb(t, s.ID, sandbox.Wake, 0)
+			w.node.down = false
+			w.settle(t)
+			if got := w.get(t, s.ID); got.Observed != want || w.node.state(s.ID) != want {
+				t.Errorf("an expired sandbox is %s", got.Observed)
+			}
+			if op := w.op(t, res.Operation.ID); op.State != operation.Failed || op.Problem.Code != "sandbox_expired" {
+				t.Errorf("the wake ended as %+v", op)
+			}
+		})
+	}
 }
 
 func TestC040(t *testing.T) { // pause then resume at once
@@ -376,6 +420,9 @@ func TestC060(t *testing.T) { // create can be retried
 	// Two clients at once: one sandbox, one answer.
 	var all sync.WaitGroup
 	ids := make([]sandbox.ID, 8)
+	var meet sync.WaitGroup // all have looked for an earlier request before one is recorded
+	meet.Add(len(ids))
+	w.node.onAdmit = func() { meet.Done(); meet.Wait() }
 	for i := range ids {
 		all.Go(func() {
 			res, err := w.svc.CreateSandbox(context.Background(), w.p, request("both", "b"), CreateSandbox{})

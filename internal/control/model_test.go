@@ -294,11 +294,30 @@ func (m *model) open() []operation.Operation {
 
 // look reads everything that was acknowledged.
 func (m *model) look() {
-	for id := range m.sandbox {
-		m.note(m.get(m.t, id), nil)
+	ctx := context.Background()
+	rows, err := m.store.Sandboxes(ctx, m.p.Tenant, store.Filter{Deleted: true, Limit: 1000})
+	if err != nil {
+		m.t.Fatalf("list: %v", err)
 	}
-	for id := range m.ops {
-		m.noteOp(m.op(m.t, id))
+	ops, err := m.store.Operations(ctx, m.p.Tenant, "", "", 1000)
+	if err != nil {
+		m.t.Fatalf("list: %v", err)
+	}
+	found := 0
+	for _, row := range rows.Items {
+		if _, ok := m.sandbox[row.ID]; ok {
+			m.note(viewOf(row), nil)
+			found++
+		}
+	}
+	for _, op := range ops.Items {
+		if _, ok := m.ops[op.ID]; ok {
+			m.noteOp(op)
+			found++
+		}
+	}
+	if want := len(m.sandbox) + len(m.ops); found != want {
+		m.t.Fatalf("of %d acknowledged records %d are kept", want, found)
 	}
 	m.sound(m.t)
 }

@@ -38,7 +38,8 @@ type fakeNode struct {
 	fail      func(node.Assignment) (string, bool) // the assignment ends as failed with this code
 	stale     func(o node.Observation) (back int)  // answer the observation of `back` changes ago
 	down      bool
-	capacity  error // answered by Admit
+	onAdmit   func() // called without mu
+	capacity  error  // answered by Admit
 	sessions  *fakeSessions
 
 	violations []string
@@ -143,7 +144,7 @@ func (n *fakeNode) Apply(_ context.Context, a node.Assignment) (node.Observation
 		n.outcomes = slices.DeleteFunc(n.outcomes, func(o node.Outcome) bool { return o.ID == a.ID })
 	}
 	switch {
-	case was == sandbox.Failed && a.Desired == sandbox.Running && !a.Restart:
+	case was == sandbox.Failed && (a.Desired == sandbox.Running && !a.Restart || a.Desired == sandbox.Paused):
 		m.state, m.converged = sandbox.Failed, true
 		m.problem = &operation.Problem{Code: "machine_died", What: "dead"}
 	case was == a.Desired:
@@ -319,6 +320,9 @@ func (n *fakeNode) Known(context.Context) ([]sandbox.ID, error) {
 }
 
 func (n *fakeNode) Admit(context.Context, sandbox.Resources) error {
+	if n.onAdmit != nil {
+		n.onAdmit()
+	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	return n.capacity

@@ -429,31 +429,30 @@ func (r *Reconciler) takeIn(row *store.Sandbox, open []operation.Operation, o no
 		failAll(open, p)
 	case sandbox.Failed, sandbox.Quarantined:
 		failStates(open, p)
-		carryUpdates(open, row.Generation)
 		if o.State == sandbox.Failed && row.Class == "" {
 			row.Desired, row.Observed = sandbox.Deleted, sandbox.Deleting
 			failAll(open, p)
-		} else if !crossing {
-			row.Converged = row.Generation
-			for i := range open {
-				if !open[i].State.Final() { // policies of this generation are in force
-					end(&open[i], operation.Succeeded, nil)
-				}
+			return
+		}
+		if crossing && o.State == sandbox.Failed && row.Desired == sandbox.Running {
+			return // a policy that crossed it is still to be given to the node
+		}
+		// Nothing more goes to the node: a stop that crossed a quarantine must not
+		// be read as its release.
+		row.Converged = row.Generation
+		for i := range open {
+			if q := &open[i]; !q.State.Final() && q.Generation <= o.Generation {
+				end(q, operation.Succeeded, nil) // a policy that is in force
 			}
 		}
+		failAll(open, p)
 	default: // paused, stopped
 		row.Desired = o.State
-		for i := range open {
-			if wants(open[i].Kind) == o.State && open[i].Superseded == "" {
-				open[i].Generation = row.Generation
-			}
-		}
-		for i := range open {
-			if q := &open[i]; wants(q.Kind) != o.State || q.Superseded != "" {
+		for i := range open { // those that wanted this are done with the new generation
+			if q := open[i]; wants(q.Kind) != o.State || q.Superseded != "" {
 				failStates(open[i:i+1], p)
 			}
 		}
-		carryUpdates(open, row.Generation)
 	}
 }
 
@@ -462,14 +461,6 @@ func failStates(open []operation.Operation, p *operation.Problem) {
 	for i := range open {
 		if wants(open[i].Kind) != anyState {
 			failAll(open[i:i+1], p)
-		}
-	}
-}
-
-func carryUpdates(open []operation.Operation, generation uint64) {
-	for i := range open {
-		if o := &open[i]; !o.State.Final() && wants(o.Kind) == anyState {
-			o.Generation = generation
 		}
 	}
 }

@@ -398,6 +398,112 @@ func TestOrphansAndSweep(t *testing.T) {
 	}
 }
 
+func TestLateReportsChangeNothing(t *testing.T) {
+	w, _ := stepped(t)
+	s := w.up(t, CreateSandbox{})
+	w.verb(t, s.ID, sandbox.Pause, 0)
+	w.settle(t)
+	before := w.get(t, s.ID)
+	ref := store.Ref{Tenant: w.p.Tenant, ID: s.ID}
+	for _, late := range []node.Observation{
+		{ID: s.ID, Generation: 1, State: sandbox.Creating},
+		{ID: s.ID, Generation: 1, State: sandbox.Running, Converged: true},
+		{ID: s.ID, Generation: 1, State: sandbox.Failed, Converged: true},
+		{ID: s.ID, Generation: before.Generation, State: sandbox.Pausing},
+	} {
+		if _, err := w.svc.rec.record(t.Context(), ref, late); err != nil {
+			t.Fatal(err)
+		}
+		if got := w.get(t, s.ID); got.Observed != before.Observed || got.Generation != before.Generation || got.Converged != before.Converged || got.Desired != before.Desired {
+			t.Errorf("%+v made it %+v", late, got)
+		}
+	}
+	// A delete is final whatever comes late.
+	w.verb(t, s.ID, sandbox.Delete, 0)
+	w.settle(t)
+	gone := w.get(t, s.ID)
+	if _, err := w.svc.rec.record(t.Context(), ref, node.Observation{ID: s.ID, Generation: gone.Generation, State: sandbox.Running, Converged: true}); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.svc.rec.absorb(t.Context(), node.Outcome{Seq: 99, ID: s.ID, Generation: gone.Generation, State: sandbox.Stopped, Trigger: "expired"}); err != nil {
+		t.Fatal(err)
+	}
+	if got := w.get(t, s.ID); got.DeletedAt.IsZero() || got.Observed != sandbox.Deleted || got.Generation != gone.Generation {
+		t.Errorf("it came back: %+v", got)
+	}
+}
+
+func TestAnOutcomeIsAbsorbedOnce(t *testing.T) {
+	w, h := stepped(t)
+	s := w.up(t, CreateSandbox{Timeout: 5 * time.Second, OnTimeout: sandbox.ActionPause})
+	h.add(6 * time.Second)
+	w.node.expire()
+	o := w.node.outcomes[0]
+	if err := w.svc.rec.absorb(t.Context(), o); err != nil {
+		t.Fatal(err)
+	}
+	wake := w.verb(t, s.ID, sandbox.Wake, 0)
+	if err := w.svc.rec.absorb(t.Context(), o); err != nil { // told again, after the wake
+		t.Fatal(err)
+	}
+	w.settle(t)
+	if op, got := w.op(t, wake.Operation.ID), w.get(t, s.ID); op.State != operation.Succeeded || got.Observed != sandbox.Running {
+		t.Errorf("wake: %+v, sandbox %s", op, got.Observed)
+	}
+}
+
+func TestRequestsThatCrossAMove(t *testing.T) {
+	for _, c := range []struct {
+		to      sandbox.State
+		trigger string
+		verb    sandbox.Verb
+		want    sandbox.State
+		code    string // of the operation's problem; "" is success
+	}{
+		{sandbox.Paused, "idle", sandbox.Wake, sandbox.Running, ""},
+		{sandbox.Paused, "idle", sandbox.Stop, sandbox.Stopped, ""},
+		{sandbox.Paused, "expired", sandbox.Stop, sandbox.Stopped, ""},
+		{sandbox.Stopped, "expired", sandbox.Delete, sandbox.Deleted, ""},
+		{sandbox.Stopped, "expired", sandbox.Pause, sandbox.Stopped, "sandbox_expired"},
+		{sandbox.Failed, "machine_died", sandbox.Pause, sandbox.Failed, "machine_died"},
+		{sandbox.Failed, "machine_died", sandbox.Stop, sandbox.Stopped, ""},
+		{sandbox.Quarantined, "limit", sandbox.Stop, sandbox.Quarantined, "limit_exceeded"},
+		{sandbox.Quarantined, "limit", sandbox.Delete, sandbox.Deleted, ""},
+	} {
+		t.Run(string(c.to)+" and "+string(c.verb), func(t *testing.T) {
+			w, _ := stepped(t)
+			s := w.up(t, CreateSandbox{})
+			w.node.move(s.ID, c.to, c.trigger)
+			w.node.down = true
+			var res Result
+			var err error
+			if c.verb == sandbox.Delete {
+				res = w.verb(t, s.ID, c.verb, 0)
+			} else {
+				l := Lifecycle{Verb: c.verb}
+				if c.verb == sandbox.Wake { // so that it is not answered at once: it changes policy
+					l.Timeout = time.Hour
+				}
+				if res, err = w.svc.Lifecycle(t.Context(), w.p, Request{}, string(s.ID), l); err != nil {
+					t.Fatal(err)
+				}
+			}
+			w.node.down = false
+			w.settle(t)
+			got, op := w.get(t, s.ID), w.op(t, res.Operation.ID)
+			if got.Observed != c.want || w.node.state(s.ID) != c.want {
+				t.Errorf("is %s, node has %s, want %s", got.Observed, w.node.state(s.ID), c.want)
+			}
+			switch {
+			case c.code == "" && op.State != operation.Succeeded:
+				t.Errorf("ended as %+v %+v", op, op.Problem)
+			case c.code != "" && (op.State != operation.Failed || op.Problem.Code != c.code):
+				t.Errorf("ended as %+v %+v", op, op.Problem)
+			}
+		})
+	}
+}
+
 func TestTheNodeIsAhead(t *testing.T) { // the store was set back
 	w, _ := stepped(t)
 	s := w.up(t, CreateSandbox{})
