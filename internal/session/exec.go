@@ -81,6 +81,9 @@ func (m *Manager) execStart(ctx context.Context, t tenant.ID, r CreateRequest) (
 			return nil, err
 		}
 		known = bootOf{g, hello.BootEpoch}
+		m.mu.Lock()
+		m.boots[r.Sandbox] = known
+		m.mu.Unlock()
 	}
 	rw, err := m.newRow(ctx, t, r)
 	if err != nil {
@@ -101,41 +104,21 @@ func (m *Manager) execStart(ctx context.Context, t tenant.ID, r CreateRequest) (
 	m.lives[rw.id] = l // before the row is there: nobody can know the id
 	m.mu.Unlock()
 
-	// The greeting overlaps with the flush to the disk.
-	greeted := make(chan error, 1)
-	var boot string
-	go func() {
-		h, err := g.Hello(ctx)
-		boot = h.BootEpoch
-		greeted <- err
-	}()
+	prepared := l.prepare()
 	err = m.commits.do(ctx, func(ctx context.Context, tx *sql.Tx) error {
 		if err := insertRow(ctx, tx, &rw, nil); err != nil {
 			return err
 		}
 		return m.auditStart(ctx, tx, rw, now)
 	})
-	herr := <-greeted
+	<-prepared
 	if err != nil {
 		m.Ledger.Refund(t, r.Sandbox, quota.Sessions, 1)
+		l.unprepare()
+		_ = journal.Erase(m.dir(rw.id)) // the next Recover does it as well
 		m.release(l)
 		return nil, err
 	}
-	if herr == nil && boot != known.epoch {
-		known.epoch = boot
-		herr = m.commits.do(context.WithoutCancel(ctx), func(ctx context.Context, tx *sql.Tx) error {
-			return one(tx.ExecContext(ctx, `UPDATE session_sessions SET guest_boot=? WHERE id=?`, boot, string(rw.id)))
-		})
-		if herr != nil {
-			known.epoch = rw.guestBoot // the pump finds another boot: lost, and never started
-		}
-	}
-	if herr != nil {
-		known.guest = nil // the pump greets it again
-	}
-	m.mu.Lock()
-	m.boots[r.Sandbox] = known
-	m.mu.Unlock()
 	l.mu.Lock()
 	l.row.seq = rw.seq
 	l.mu.Unlock()

@@ -37,6 +37,7 @@ var (
 	fpStartGuest  = failpoint.Name("session.start.after_guest")
 	fpAppend      = failpoint.Name("session.output.after_append")
 	fpExitBefore  = failpoint.Name("session.exit.before")
+	fpExitRecord  = failpoint.Name("session.exit.after_record")
 	fpExitAfter   = failpoint.Name("session.exit.after")
 )
 
@@ -45,7 +46,8 @@ type Guests interface {
 	// Guest gives the daemon. An error that is a fault with Retryable set, or is
 	// no fault, means "not now" (starting, paused, channel away): sessions wait.
 	// Any other fault means that the machine the sessions ran in is gone
-	// (sandbox_not_running, sandbox_deleted): they are lost.
+	// (sandbox_not_running, sandbox_deleted): they are lost. Another boot of the
+	// machine gives another value, unless SandboxEnded was called between them.
 	Guest(ctx context.Context, t tenant.ID, id sandbox.ID) (guestclient.Guest, error)
 }
 

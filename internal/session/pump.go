@@ -55,12 +55,17 @@ func (l *live) begin(ctx context.Context) error {
 		return fault.Of(err)
 	}
 	now := m.now()
+	prepared := l.prepare()
 	err = m.commits.do(ctx, func(ctx context.Context, tx *sql.Tx) error {
 		if err := markStarting(ctx, tx, l.id, boot, m.HostBoot, now); err != nil {
 			return err
 		}
 		return m.auditStart(ctx, tx, r, now)
 	})
+	<-prepared
+	if err != nil {
+		l.unprepare()
+	}
 	if errors.Is(err, errNoRow) {
 		return l.reload(ctx)
 	}
@@ -83,10 +88,6 @@ func (l *live) launch(boot string, now time.Time, g guestclient.Guest) error {
 	l.mu.Lock()
 	l.row.state, l.row.guestBoot, l.row.hostBoot, l.row.startedAt = Starting, boot, l.m.HostBoot, now
 	l.mu.Unlock()
-	if err := l.openJournal(false); err != nil {
-		// The disk refuses: the pump opens it again before it starts anything.
-		l.m.Log.Error("journal cannot be opened", "session", l.id, "error", err)
-	}
 	l.m.mu.Lock()
 	defer l.m.mu.Unlock()
 	if l.m.closed {
@@ -96,6 +97,34 @@ func (l *live) launch(boot string, now time.Time, g guestclient.Guest) error {
 	l.m.metrics.started.Inc()
 	l.m.wg.Go(func() { l.pumpWith(g) })
 	return nil
+}
+
+// prepare opens the journal of a session that is about to start, while the row
+// is committed. When the disk refuses, the pump tries again before it starts
+// anything.
+func (l *live) prepare() <-chan struct{} {
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		err := l.openJournal(false)
+		if err != nil {
+			l.m.Log.Error("journal cannot be opened", "session", l.id, "error", err)
+		}
+	}()
+	return done
+}
+
+// unprepare takes prepare back: the session does not start. Another starter of
+// a session that was in memory twice may have a journal there: leave the files.
+func (l *live) unprepare() {
+	l.mu.Lock()
+	j := l.journal
+	l.journal = nil
+	l.mu.Unlock()
+	if j != nil {
+		l.m.forget(j)
+		j.Close()
+	}
 }
 
 // boot finds the guest and which boot of it answers.
@@ -436,39 +465,86 @@ func (l *live) finish(e Exit) {
 			}
 			continue
 		}
+		l.mu.Lock()
 		j = l.journal
+		l.mu.Unlock()
 	}
 	kind, data := finalEvent(e)
-	var last uint64
-	for {
-		end, err := j.Finish(journal.Entry{Kind: kind, Data: data})
-		if err == nil || errors.Is(err, journal.ErrFinal) {
-			last = end
-			break
-		}
-		if errors.Is(err, journal.ErrClosed) {
-			last = j.State().End + 1 // erased beneath us: the row still tells the end
-			break
-		}
-		m.Log.Error("end cannot be written", "session", l.id, "error", err)
-		select {
-		case <-m.ctx.Done():
-			return
-		case <-m.Clock.After(50 * time.Millisecond):
-		}
+	err := l.conclude(j, journal.Entry{Kind: kind, Data: data}, e)
+	if err != nil {
+		return // closing: the next Manager finds what was recorded
 	}
-	l.mu.Lock()
-	l.row.exit, l.row.state, l.row.lastOffset = &e, stateOf(e), last
-	l.row.stdinOffset = max(l.row.stdinOffset, l.stdin)
-	r := l.row
-	l.mu.Unlock()
 	l.markUp()
 	close(l.ended)
 	m.metrics.ended.WithLabelValues(e.Cause).Inc()
 	if err := failpoint.Hit(m.ctx, fpExitAfter); err != nil {
 		m.Log.Warn("failpoint", "name", fpExitAfter, "error", err)
 	}
-	l.commitEnd(r)
+	l.mu.Lock()
+	r := l.row
+	l.mu.Unlock()
+	if err := j.Sync(); err != nil {
+		m.Log.Error("journal cannot be synced", "session", l.id, "error", err) // the sweeper tries again
+	}
+	m.keep(r, l)
+	close(l.done)
+	if r.state == Exited && e.Cause != CauseStartFailed {
+		l.forgotten(r)
+	}
+}
+
+// conclude records the end: the event in the journal, then row and audit in one
+// transaction, and only then do readers see it. What was told as the end
+// therefore stays the end, whatever is lost with the power.
+func (l *live) conclude(j *journal.Journal, entry journal.Entry, e Exit) error {
+	m := l.m
+	commit := func(end uint64) error {
+		if err := failpoint.Hit(m.ctx, fpExitRecord); err != nil {
+			m.Log.Warn("failpoint", "name", fpExitRecord, "error", err)
+		}
+		l.mu.Lock()
+		r := l.row
+		r.exit, r.state, r.lastOffset = &e, stateOf(e), end
+		r.stdinOffset = max(r.stdinOffset, l.stdin)
+		l.mu.Unlock()
+		for {
+			err := m.commits.do(context.Background(), func(ctx context.Context, tx *sql.Tx) error {
+				if err := m.markEnded(ctx, tx, r); err != nil {
+					return err
+				}
+				return m.auditExit(ctx, tx, r)
+			})
+			if err == nil || errors.Is(err, errNoRow) { // no row: erased with its sandbox
+				l.mu.Lock()
+				l.row = r
+				l.mu.Unlock()
+				return nil
+			}
+			m.Log.Error("end cannot be committed", "session", l.id, "error", err)
+			select {
+			case <-m.ctx.Done():
+				return err
+			case <-m.Clock.After(m.Limits.Backoff):
+			}
+		}
+	}
+	for {
+		err := j.Finish(entry, commit)
+		switch {
+		case err == nil:
+			return nil
+		case errors.Is(err, journal.ErrFinal): // of an earlier life; commit has run
+			return m.ctx.Err()
+		case errors.Is(err, journal.ErrClosed): // erased beneath us: the row still tells the end
+			return commit(j.State().End + 1)
+		}
+		m.Log.Error("end cannot be written", "session", l.id, "error", err)
+		select {
+		case <-m.ctx.Done():
+			return err
+		case <-m.Clock.After(50 * time.Millisecond):
+		}
+	}
 }
 
 func stateOf(e Exit) State {
@@ -481,36 +557,17 @@ func stateOf(e Exit) State {
 	return Exited
 }
 
-// commitEnd makes the row final, then lets the guest forget.
-func (l *live) commitEnd(r row) {
-	m := l.m
-	for {
-		err := m.commits.do(context.WithoutCancel(m.ctx), func(ctx context.Context, tx *sql.Tx) error {
-			if err := m.markEnded(ctx, tx, r); err != nil {
-				return err
-			}
-			return m.auditExit(ctx, tx, r)
-		})
-		if err == nil || errors.Is(err, errNoRow) { // no row: erased with its sandbox
-			break
-		}
-		m.Log.Error("end cannot be committed", "session", l.id, "error", err)
-		select {
-		case <-m.ctx.Done():
-			return
-		case <-m.Clock.After(m.Limits.Backoff):
-		}
+// forgotten lets the guest forget the process. When that fails, the guest keeps
+// it until it needs the room.
+func (l *live) forgotten(r row) {
+	ctx, cancel := context.WithTimeout(l.m.ctx, 5*time.Second)
+	defer cancel()
+	g, err := l.m.Guests.Guest(ctx, r.tenant, r.sandbox)
+	if err == nil {
+		err = g.Forget(ctx, string(l.id))
 	}
-	m.keep(r, l)
-	close(l.done)
-	if r.state == Exited && r.exit.Cause != CauseStartFailed {
-		ctx, cancel := context.WithTimeout(m.ctx, 5*time.Second)
-		defer cancel()
-		if g, err := m.Guests.Guest(ctx, r.tenant, r.sandbox); err == nil {
-			if err := g.Forget(ctx, string(l.id)); err != nil {
-				m.Log.Debug("guest keeps an ended process", "session", l.id, "error", err)
-			}
-		}
+	if err != nil {
+		l.m.Log.Debug("guest keeps an ended process", "session", l.id, "error", err)
 	}
 }
 

@@ -111,6 +111,7 @@ type Journal struct {
 	last    Kind
 	dirty   []*segment
 	dirDirt bool
+	placed  bool          // the directory's own place is durable
 	wake    chan struct{} // closed at the next change
 	waiters int
 	closed  bool
@@ -209,7 +210,7 @@ func (j *Journal) Append(entries ...Entry) error {
 	j.wmu.Lock()
 	defer j.wmu.Unlock()
 	for len(entries) > 0 {
-		n, err := j.append(entries, false)
+		n, err := j.append(entries, nil)
 		if err != nil {
 			return err
 		}
@@ -218,20 +219,23 @@ func (j *Journal) Append(entries ...Entry) error {
 	return nil
 }
 
-// Finish appends the final event and makes it and all before it survive the
-// loss of power before any reader sees it. It tells the position after it, also
-// with ErrFinal.
-func (j *Journal) Finish(e Entry) (uint64, error) {
+// Finish appends the final event in two steps: the record is written, then
+// commit is told the position after it, and only when commit returns nil do
+// readers see the event. So whatever commit makes durable is true before
+// anybody reads it. When commit fails, the record stays: the next Open has it.
+// ErrFinal when the final event is there already; commit is called all the same.
+func (j *Journal) Finish(e Entry, commit func(end uint64) error) error {
 	j.wmu.Lock()
 	defer j.wmu.Unlock()
-	_, err := j.append([]Entry{e}, true)
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	return j.end, err
+	_, err := j.append([]Entry{e}, commit)
+	if errors.Is(err, ErrFinal) {
+		return errors.Join(err, commit(j.State().End))
+	}
+	return err
 }
 
 // append writes as many entries as go into one segment, at least one.
-func (j *Journal) append(entries []Entry, durable bool) (int, error) {
+func (j *Journal) append(entries []Entry, commit func(end uint64) error) (int, error) {
 	j.mu.Lock()
 	pos, guest, last, closed := j.end, j.guest, j.last, j.closed
 	var seg *segment
@@ -271,21 +275,22 @@ func (j *Journal) append(entries []Entry, durable bool) (int, error) {
 	if err := j.room(int64(len(j.buf)), seg, fresh); err != nil {
 		return 0, err
 	}
-	err := j.write(seg, at, fresh)
-	if err == nil && durable {
-		err = j.flush(fresh)
-	}
-	if err != nil {
+	if err := j.write(seg, at, fresh); err != nil {
 		j.o.Account.Refund(int64(len(j.buf)))
 		j.round = newRound() // what is written here next is other text
 		return 0, err
 	}
+	if commit != nil {
+		if err := commit(pos); err != nil {
+			return 0, err
+		}
+	}
 	j.mu.Lock()
 	if fresh {
 		j.segs = append(j.segs, seg)
-		j.dirDirt = !durable
+		j.dirDirt = true
 	}
-	if !durable && (len(j.dirty) == 0 || j.dirty[len(j.dirty)-1] != seg) {
+	if len(j.dirty) == 0 || j.dirty[len(j.dirty)-1] != seg {
 		j.dirty = append(j.dirty, seg)
 	}
 	seg.size = at + int64(len(j.buf))
@@ -293,8 +298,8 @@ func (j *Journal) append(entries []Entry, durable bool) (int, error) {
 	j.end, j.guest, j.last = pos, guest, last
 	j.notify()
 	j.mu.Unlock()
-	first := !j.busy && !durable
-	j.busy = j.busy || !durable
+	first := !j.busy
+	j.busy = true
 	if first && j.o.Dirty != nil {
 		j.o.Dirty(j)
 	}
@@ -421,6 +426,8 @@ func (j *Journal) Sync() error {
 	j.mu.Lock()
 	dirty, dir := j.dirty, j.dirDirt
 	j.dirty, j.dirDirt = nil, false
+	parents := dir && !j.placed
+	j.placed = j.placed || dir
 	if file != nil && len(j.segs) > 0 {
 		current = j.segs[len(j.segs)-1]
 	}
@@ -443,37 +450,18 @@ func (j *Journal) Sync() error {
 	if dir {
 		errs = append(errs, syncPath(j.o.Dir))
 	}
+	if parents { // the directory was new: so may its parent be
+		up := filepath.Dir(j.o.Dir)
+		errs = append(errs, syncPath(up), syncPath(filepath.Dir(up)))
+	}
 	if err := errors.Join(errs...); err != nil {
 		j.mu.Lock()
+		j.placed = j.placed && !parents
 		j.dirty = append(dirty, j.dirty...)
 		j.dirDirt = j.dirDirt || dir
 		j.mu.Unlock()
 		return fmt.Errorf("journal: sync: %w", err)
 	}
-	return nil
-}
-
-// flush syncs the file that is written to, and what is dirty besides. The
-// caller holds wmu.
-func (j *Journal) flush(fresh bool) error {
-	j.mu.Lock()
-	dirty, dir := j.dirty, j.dirDirt || fresh
-	j.mu.Unlock()
-	errs := []error{j.file.Sync()}
-	for i, s := range dirty {
-		if fresh || i < len(dirty)-1 { // else the last one is the file itself
-			errs = append(errs, syncPath(s.path))
-		}
-	}
-	if dir {
-		errs = append(errs, syncPath(j.o.Dir))
-	}
-	if err := errors.Join(errs...); err != nil {
-		return fmt.Errorf("journal: sync: %w", err)
-	}
-	j.mu.Lock()
-	j.dirty, j.dirDirt = nil, false
-	j.mu.Unlock()
 	return nil
 }
 
