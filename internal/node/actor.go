@@ -297,8 +297,9 @@ func (b *box) record(ctx context.Context, s step, r *row) error {
 		b.known = b.cond == absent
 		b.cond, b.bootID, b.exit = runtime.Created, "", nil
 	case stepStart:
+		// The boot's id comes from the host; configure asks for it meanwhile.
 		b.ready, b.bootSince, b.started = false, time.Time{}, true
-		b.known = false // the boot's id comes from the host
+		b.cond, b.bootID, b.exit = runtime.Running, "", nil
 	case stepConfigure:
 		b.ready = true
 	case stepPause:
@@ -408,6 +409,9 @@ func (b *box) failed(ctx context.Context, s step, err error) time.Duration {
 		}
 		return 0
 	}
+	if errors.Is(err, errNoStatus) {
+		b.bootSince = time.Time{} // the guest has answered: its time is not running
+	}
 	settling := b.row.Target == sandbox.Running || b.row.Target == sandbox.Paused
 	switch {
 	case !settling:
@@ -447,8 +451,8 @@ func (b *box) failed(ctx context.Context, s step, err error) time.Duration {
 
 // silent reports whether the guest has had all its time to answer. b.mu is held.
 func (b *box) silent(err error) bool {
-	if errors.Is(err, runtime.ErrNotRunning) || errors.Is(err, runtime.ErrPaused) {
-		return false // the machine's end, not the guest's silence
+	if errors.Is(err, runtime.ErrNotRunning) || errors.Is(err, runtime.ErrPaused) || errors.Is(err, errNoStatus) {
+		return false // the host's matter, or the machine's end, not the guest's silence
 	}
 	return errors.Is(err, errStepTimeout) ||
 		!b.bootSince.IsZero() && b.n.clock.Now().Sub(b.bootSince) >= runtime.BootTimeout

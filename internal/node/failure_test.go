@@ -130,7 +130,7 @@ func TestRetriesUntilTheDeadline(t *testing.T) {
 						}
 					}
 					switch op {
-					case fake.OpPause:
+					case fake.OpPause, fake.OpAdopt:
 						prepare(sandbox.Running)
 						want = sandbox.Paused
 					case fake.OpResume:
@@ -147,6 +147,10 @@ func TestRetriesUntilTheDeadline(t *testing.T) {
 						g.Times = 0 // one hang takes all of the boot's time
 					}
 					a := h.world.On(op, id, g)
+					if op == fake.OpAdopt { // a look is needed after a restart
+						h.crash()
+						h.boot()
+					}
 					start := time.Now()
 					h.apply(id, generation, want, func(a *Assignment) { a.Deadline = time.Now().Add(time.Minute) })
 					if !forever && !(op == fake.OpDial && g.Hang) {

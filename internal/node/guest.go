@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/rand"
 	"errors"
+	"fmt"
 	"log/slog"
 	mathrand "math/rand/v2"
 	"time"
@@ -115,6 +116,9 @@ func (b *box) newGuest(m runtime.Machine) guestclient.Guest {
 	return &watched{Guest: b.n.cfg.NewGuest(m), b: b}
 }
 
+// errNoStatus: the guest answered and the host did not tell of its machine.
+var errNoStatus = errors.New("node: the host does not tell of the machine")
+
 // configure makes the guest of a booted or woken machine usable. Only after it
 // the sandbox counts as running: a daemon of a version we speak has answered
 // and has taken identity, clock, entropy and environment.
@@ -135,10 +139,21 @@ func (b *box) configure(ctx context.Context, r *row, m runtime.Machine) error {
 		merged[k] = v
 	}
 	b.mu.Lock()
-	g := b.guest
+	g, boot := b.guest, b.bootID
 	b.mu.Unlock()
 	if g == nil {
 		g = b.newGuest(m)
+	}
+	type answer struct {
+		runtime.Status
+		error
+	}
+	status := make(chan answer, 1)
+	if boot == "" { // just started; asking costs as much as the guest's answer
+		go func() {
+			st, err := m.Status(ctx)
+			status <- answer{st, err}
+		}()
 	}
 	entropy := make([]byte, 64)
 	_, _ = rand.Read(entropy) // never fails (crypto/rand)
@@ -147,6 +162,20 @@ func (b *box) configure(ctx context.Context, r *row, m runtime.Machine) error {
 			SandboxID: string(b.id), Hostname: string(b.id), Now: b.n.clock.Now().UTC(), Entropy: entropy,
 			Env: merged, User: info.Config.User, WorkDir: info.Config.WorkDir,
 		})
+	}
+	if err == nil && boot == "" {
+		select {
+		case st := <-status:
+			boot = st.BootID
+			switch {
+			case st.error != nil:
+				err = fmt.Errorf("%w: %w", errNoStatus, st.error)
+			case st.Condition != runtime.Running || boot == "":
+				err = runtime.ErrNotRunning
+			}
+		case <-ctx.Done():
+			err = errNoStatus
+		}
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -159,7 +188,7 @@ func (b *box) configure(ctx context.Context, r *row, m runtime.Machine) error {
 		}
 		return err
 	}
-	b.guest = g
+	b.guest, b.bootID = g, boot
 	return nil
 }
 

@@ -265,6 +265,11 @@ func TestC041DeleteWins(t *testing.T) {
 					h.reach(id, next(), sandbox.Running)
 					a = arm()
 					h.apply(id, next(), sandbox.Paused)
+				case fake.OpAdopt:
+					h.reach(id, next(), sandbox.Running)
+					a = arm()
+					h.crash()
+					h.boot()
 				case fake.OpStop:
 					h.reach(id, next(), sandbox.Running)
 					a = arm()
