@@ -139,7 +139,8 @@ func (r *Reconciler) judge(row *store.Sandbox, open []operation.Operation, obs n
 		carry(open, row)
 		return nil, false
 	}
-	if obs.Generation < row.Converged || obs.Generation == row.Converged && !obs.Converged {
+	dead := obs.Converged && obs.State == sandbox.Deleted && row.Desired != sandbox.Deleted
+	if !dead && (obs.Generation < row.Converged || obs.Generation == row.Converged && !obs.Converged) {
 		return nil, false // a late report: more is known already
 	}
 	if obs.Class != "" && row.Class == "" {
@@ -194,8 +195,9 @@ func (r *Reconciler) reached(row *store.Sandbox, open []operation.Operation, obs
 		}
 		return nil, true
 	}
-	if current && obs.State == sandbox.Deleted {
-		// The node deleted it and its outcome is gone: it must not come back.
+	if obs.State == sandbox.Deleted && row.Desired != sandbox.Deleted {
+		// The node deleted it and its outcome is gone. A node never undoes that, so
+		// it holds whatever the report's generation.
 		p := &operation.Problem{Code: "sandbox_deleted", What: "the node deleted the sandbox"}
 		row.Desired, row.Observed, row.Problem = sandbox.Deleted, sandbox.Deleting, p
 		row.Generation++

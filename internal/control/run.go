@@ -19,8 +19,9 @@ const (
 	overdueBatch = 256
 	outcomeBatch = 256
 	sweepBatch   = 500
-	// orphanGeneration is above every generation that control gives, so that a
-	// delete of what nobody knows is in force whatever came before.
+	// orphanGeneration is above every generation that control gives, and the
+	// highest that a node takes, so that a delete of what nobody knows is in force
+	// whatever came before.
 	orphanGeneration = uint64(1) << 62
 )
 
@@ -250,13 +251,9 @@ func (r *Reconciler) orphans(ctx context.Context) error {
 			continue
 		}
 		r.s.log.Error("orphan: the node has a sandbox of no living record; ordering its deletion", "sandbox", id)
-		generation := orphanGeneration
-		if oerr == nil && obs.Generation >= generation {
-			generation = obs.Generation + 1
-		}
 		actx, cancel := context.WithTimeout(ctx, r.t.CallLimit)
 		_, err = r.s.node.Apply(actx, node.Assignment{
-			Tenant: row.Tenant, ID: id, Generation: generation, Desired: sandbox.Deleted, Deadline: r.s.now().Add(r.s.limits.OperationTimeout),
+			Tenant: row.Tenant, ID: id, Generation: orphanGeneration, Desired: sandbox.Deleted, Deadline: r.s.now().Add(r.s.limits.OperationTimeout),
 		})
 		cancel()
 		if err != nil && !errors.Is(err, node.ErrUnknown) {

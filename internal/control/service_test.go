@@ -504,6 +504,57 @@ func TestRequestsThatCrossAMove(t *testing.T) {
 	}
 }
 
+func TestDeleteEndsOthersAtOnce(t *testing.T) {
+	w, h := stepped(t)
+	s := w.up(t, CreateSandbox{Timeout: time.Hour})
+	w.node.down = true
+	pause := w.verb(t, s.ID, sandbox.Pause, 0)
+	h.add(time.Second)
+	del := w.verb(t, s.ID, sandbox.Delete, 0)
+	if op := w.op(t, pause.Operation.ID); op.State != operation.Cancelled || op.Superseded != del.Operation.ID {
+		t.Errorf("pause: %+v", op)
+	}
+	w.node.down = false
+	var deadline time.Time
+	w.node.onApply = func(a node.Assignment) error { deadline = a.Deadline; return nil }
+	w.settle(t)
+	if !deadline.Equal(del.Operation.DeadlineAt) {
+		t.Errorf("the node may try until %s, the operation lasts until %s", deadline, del.Operation.DeadlineAt)
+	}
+}
+
+func TestARequestSeesWhatTheNodeDid(t *testing.T) {
+	w, h := stepped(t)
+	s := w.up(t, CreateSandbox{Timeout: 5 * time.Second, OnTimeout: sandbox.ActionPause})
+	h.add(6 * time.Second)
+	w.node.expire() // nobody has absorbed it
+	wake := w.verb(t, s.ID, sandbox.Wake, 0)
+	w.settle(t)
+	if op, got := w.op(t, wake.Operation.ID), w.get(t, s.ID); op.State != operation.Succeeded || got.Observed != sandbox.Running || !got.Policy.ExpiresAt.After(h.Now()) {
+		t.Errorf("wake: %+v %+v; %s until %s", op, op.Problem, got.Observed, got.Policy.ExpiresAt)
+	}
+}
+
+func TestWhatTheNodeDeletedStaysDeleted(t *testing.T) { // also when its outcome was lost
+	w, _ := stepped(t)
+	s := w.up(t, CreateSandbox{})
+	w.verb(t, s.ID, sandbox.Stop, 0) // a later generation does not help it
+	w.node.machines[s.ID].state = sandbox.Deleted
+	w.node.onApply = func(a node.Assignment) error {
+		if a.Desired != sandbox.Deleted {
+			return node.ErrStale
+		}
+		return nil
+	}
+	if _, err := w.svc.rec.reconcile(t.Context(), store.Ref{Tenant: w.p.Tenant, ID: s.ID}, nil); err != nil {
+		t.Fatal(err)
+	}
+	w.settle(t)
+	if got := w.get(t, s.ID); got.DeletedAt.IsZero() || w.node.state(s.ID) != sandbox.Deleted {
+		t.Errorf("%+v", got)
+	}
+}
+
 func TestTheNodeIsAhead(t *testing.T) { // the store was set back
 	w, _ := stepped(t)
 	s := w.up(t, CreateSandbox{})
