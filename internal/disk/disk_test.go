@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -143,18 +144,27 @@ func TestMounts(t *testing.T) {
 	if list, err := Mounts(dir); err != nil || len(list) != 0 {
 		t.Errorf("mounts %q %v", list, err)
 	}
+	// While it is, the image has one device and not two.
+	ok(t, MountImage(image, target))
+	if loops, err = Loops(dir); err != nil || len(loops) != 1 {
+		t.Errorf("loops of an image that is mounted again %+v %v", loops, err)
+	}
+	ok(t, Unmount(target))
+	short, cancel := context.WithTimeout(context.Background(), 10*time.Millisecond)
+	defer cancel()
+	if Released(short, image) {
+		t.Error("a busy image is said to be free")
+	}
 	ok(t, os.Remove(image))
 	if loops, err = Loops(dir); err != nil || len(loops) != 1 || !loops[0].Deleted {
 		t.Errorf("loops of a busy mount %+v %v", loops, err)
 	}
 	f.Close()
-	for range 1000 { // the kernel frees it in its own time
-		if loops, err = Loops(dir); err == nil && len(loops) == 0 {
-			return
-		}
-		unix.Nanosleep(&unix.Timespec{Nsec: 2e6}, nil)
+	long, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	if !Released(long, image) {
+		t.Error("the device stays after its last user")
 	}
-	t.Errorf("loops after the last user %+v", loops)
 }
 
 // A loop device whose process died before mounting it goes by itself.

@@ -1,11 +1,13 @@
 package disk
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -14,14 +16,21 @@ import (
 // between our asking for it and our using it.
 const attachTries = 64
 
-// attach binds image to a free loop device that detaches itself with its last
-// user. The returned file is that last user until something is mounted.
+// attach binds image to a loop device that detaches itself with its last user.
+// The returned file is that last user until something is mounted.
+//
+// A device that still has the image is used again: a mount may live on for a
+// moment where a process that was just starting has a copy of our mounts, and two
+// devices with one image would be two file systems that destroy each other.
 func attach(image string) (*os.File, error) {
 	img, err := os.OpenFile(image, os.O_RDWR|unix.O_NOFOLLOW, 0)
 	if err != nil {
 		return nil, fmt.Errorf("disk: %w", err)
 	}
 	defer img.Close()
+	if dev, err := attached(image, img); dev != nil || err != nil {
+		return dev, err
+	}
 	ctl, err := os.OpenFile("/dev/loop-control", os.O_RDWR, 0)
 	if err != nil {
 		return nil, fmt.Errorf("disk: %w", err)
@@ -51,6 +60,48 @@ func attach(image string) (*os.File, error) {
 		}
 	}
 	return nil, fmt.Errorf("disk: attach loop device: %w", last)
+}
+
+// attached finds a device that has the image; nil when there is none.
+func attached(image string, img *os.File) (*os.File, error) {
+	var st unix.Stat_t
+	if err := unix.Fstat(int(img.Fd()), &st); err != nil {
+		return nil, fmt.Errorf("disk: %w", err)
+	}
+	loops, err := Loops(image)
+	if err != nil {
+		return nil, err
+	}
+	for _, l := range loops {
+		dev, err := os.OpenFile(l.Device, os.O_RDWR, 0)
+		if err != nil {
+			return nil, fmt.Errorf("disk: %w", err)
+		}
+		// From here on it cannot detach itself. It may have, before.
+		info, err := unix.IoctlLoopGetStatus64(int(dev.Fd()))
+		if err == nil && info.Inode == st.Ino {
+			return dev, nil
+		}
+		dev.Close()
+	}
+	return nil, nil
+}
+
+// Released waits until no loop device has image any more, or ctx ends; it
+// reports which.
+func Released(ctx context.Context, image string) bool {
+	for wait := 200 * time.Microsecond; ; wait = min(2*wait, 20*time.Millisecond) {
+		if loops, err := Loops(image); err != nil || len(loops) == 0 {
+			return err == nil
+		}
+		t := time.NewTimer(wait)
+		select {
+		case <-ctx.Done():
+			t.Stop()
+			return false
+		case <-t.C:
+		}
+	}
 }
 
 // Loop is a loop device in use.

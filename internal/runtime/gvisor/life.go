@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"os"
 	"strconv"
@@ -178,7 +177,7 @@ func (r *Runtime) start(ctx context.Context, rec record) error {
 			if err := disk.Overlay(lower, r.paths.disk(id), r.paths.rootfs(id)); err != nil {
 				return err
 			}
-			if err := keepTmp(r.paths.rootfs(id)); err != nil {
+			if err := keepPlaces(r.paths.rootfs(id)); err != nil {
 				return err
 			}
 			if err := netns.Create(r.paths.netns(id)); err != nil {
@@ -228,49 +227,6 @@ func (r *Runtime) start(ctx context.Context, rec record) error {
 		}
 	}
 	return hostRoom(err)
-}
-
-// keepTmp keeps the guest's /tmp on its disk: runsc would cover an empty or
-// missing one with a file system in memory. The tree is the guest's: no
-// symbolic link of it is followed, and what is not a directory is left alone.
-func keepTmp(rootfs string) error {
-	root, err := os.Open(rootfs)
-	if err != nil {
-		return fmt.Errorf("gvisor: %w", err)
-	}
-	defer root.Close()
-	how := unix.OpenHow{
-		Flags:   unix.O_RDONLY | unix.O_DIRECTORY | unix.O_NOFOLLOW | unix.O_CLOEXEC,
-		Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_XDEV | unix.RESOLVE_NO_MAGICLINKS,
-	}
-	fd, err := unix.Openat2(int(root.Fd()), "tmp", &how)
-	if errors.Is(err, unix.ENOENT) {
-		if err := unix.Mkdirat(int(root.Fd()), "tmp", 0o777); err != nil {
-			return hostRoom(fmt.Errorf("gvisor: make /tmp: %w", err))
-		}
-		if fd, err = unix.Openat2(int(root.Fd()), "tmp", &how); err == nil {
-			err = unix.Fchmod(fd, 0o1777)
-		}
-	}
-	if errors.Is(err, unix.ELOOP) || errors.Is(err, unix.ENOTDIR) {
-		return nil
-	}
-	if err != nil {
-		return fmt.Errorf("gvisor: open /tmp: %w", err)
-	}
-	dir := os.NewFile(uintptr(fd), "tmp")
-	defer dir.Close()
-	if _, err := dir.Readdirnames(1); err == nil || !errors.Is(err, io.EOF) {
-		return nil
-	}
-	err = unix.Mkdirat(int(dir.Fd()), ".space", 0o700)
-	if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) {
-		return nil // the guest filled its disk; it starts all the same
-	}
-	if err != nil && !errors.Is(err, unix.EEXIST) {
-		return fmt.Errorf("gvisor: keep /tmp: %w", err)
-	}
-	return nil
 }
 
 // kill ends every process of id and removes its control groups and runsc's
@@ -327,7 +283,7 @@ func (r *Runtime) halt(ctx context.Context, rec record) error {
 	return run(ctx, []step{
 		{fpStopKill, func() error { return r.kill(ctx, id) }},
 		{fpStopSync, func() error { return disk.Sync(r.paths.disk(id), r.paths.image(id)) }},
-		{fpStopUnmount, func() error { return r.unmount(id) }},
+		{fpStopUnmount, func() error { return r.unmount(ctx, id) }},
 		{fpStopCommit, func() error {
 			rec.Boot, rec.Exit = nil, &runtime.Exit{Cause: runtime.CauseStopped}
 			if err := r.put(rec); err != nil {
@@ -343,11 +299,21 @@ func (r *Runtime) halt(ctx context.Context, rec record) error {
 	})
 }
 
-func (r *Runtime) unmount(id sandbox.ID) error {
+func (r *Runtime) unmount(ctx context.Context, id sandbox.ID) error {
 	if err := disk.Unmount(r.paths.rootfs(id)); err != nil {
 		return err
 	}
-	return disk.Unmount(r.paths.disk(id))
+	if err := disk.Unmount(r.paths.disk(id)); err != nil {
+		return err
+	}
+	// A sandbox process that is just starting may have a copy of our mounts for
+	// a moment. The disk is not free before that is gone.
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	if !disk.Released(ctx, r.paths.image(id)) && ctx.Err() != nil {
+		r.conf.Logf("gvisor: the disk of %s is still used by somebody", id)
+	}
+	return nil
 }
 
 // destroy does all of Destroy, from any condition. The caller holds the lock.
@@ -362,7 +328,7 @@ func (r *Runtime) destroy(ctx context.Context, id sandbox.ID) error {
 			return r.put(rec)
 		}},
 		{fpDestroyKill, func() error { return r.kill(ctx, id) }},
-		{fpDestroyUnmount, func() error { return r.unmount(id) }},
+		{fpDestroyUnmount, func() error { return r.unmount(ctx, id) }},
 		{fpDestroyNetns, func() error {
 			r.unlisten(id)
 			return netns.Remove(r.paths.netns(id))

@@ -38,7 +38,7 @@ func main() {
 	mux := http.NewServeMux()
 	for name, f := range map[string]func(q func(string) string, body io.Reader) (any, error){
 		"facts": facts, "write": write, "read": read, "list": list, "alloc": alloc, "fork": fork,
-		"suid": suid, "loopback": loopback, "exit": exit, "fill": fill, "link": link, "connect": connect,
+		"suid": suid, "loopback": loopback, "exit": exit, "fill": fill, "link": link, "rename": rename, "connect": connect,
 	} {
 		mux.HandleFunc("POST /"+name, func(w http.ResponseWriter, r *http.Request) {
 			out, err := f(r.URL.Query().Get, r.Body)
@@ -96,6 +96,10 @@ func list(q func(string) string, _ io.Reader) (any, error) {
 func link(q func(string) string, _ io.Reader) (any, error) {
 	_ = os.RemoveAll(q("path"))
 	return nil, os.Symlink(q("to"), q("path"))
+}
+
+func rename(q func(string) string, _ io.Reader) (any, error) {
+	return nil, os.Rename(q("path"), q("to"))
 }
 
 // connect opens n connections to the host and leaves them open.
