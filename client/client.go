@@ -27,6 +27,10 @@ import (
 // maxBody bounds an answer that is read whole: 64 MiB, above the largest exec result.
 const maxBody = 64 << 20
 
+// maxRetryAfter is the longest wait, in seconds, that a call makes by itself
+// because a server asks for it.
+const maxRetryAfter = 60
+
 // Client speaks to one server with one key. It is safe for concurrent use.
 type Client struct {
 	base string
@@ -34,6 +38,8 @@ type Client struct {
 	http *http.Client
 	// attempts is how often a safe call is tried in all.
 	attempts int
+	// stall is how long a stream may be silent before it counts as dead.
+	stall time.Duration
 }
 
 // Option changes a Client at construction.
@@ -46,9 +52,13 @@ func WithHTTPClient(h *http.Client) Option { return func(c *Client) { c.http = h
 // WithAttempts sets how often a call that is safe to repeat is tried (default 4).
 func WithAttempts(n int) Option { return func(c *Client) { c.attempts = max(n, 1) } }
 
+// WithStreamStall sets how long a stream may be silent (events and keepalives)
+// before it counts as dead and is opened anew: by default 35 s, three keepalives.
+func WithStreamStall(d time.Duration) Option { return func(c *Client) { c.stall = d } }
+
 // New makes a client for the control API at base ("http://127.0.0.1:7780").
 func New(base, key string, opts ...Option) *Client {
-	c := &Client{base: strings.TrimRight(base, "/"), key: key, attempts: 4}
+	c := &Client{base: strings.TrimRight(base, "/"), key: key, attempts: 4, stall: 35 * time.Second}
 	for _, o := range opts {
 		o(c)
 	}
@@ -119,7 +129,7 @@ func (c *Client) do(ctx context.Context, method, path string, q url.Values, in, 
 		if q == nil {
 			q = url.Values{}
 		}
-		q.Set("wait", o.wait.String())
+		q.Set("wait", strconv.FormatInt(o.wait.Milliseconds(), 10)+"ms")
 	}
 	if len(q) > 0 {
 		path += "?" + q.Encode()
@@ -185,11 +195,13 @@ func (c *Client) once(ctx context.Context, method, u string, body []byte, idem s
 		e := problemOf(resp, b)
 		again = -1
 		switch resp.StatusCode {
-		case http.StatusTooManyRequests, http.StatusBadGateway, http.StatusServiceUnavailable:
+		case http.StatusRequestTimeout, http.StatusTooManyRequests, http.StatusBadGateway, http.StatusServiceUnavailable, http.StatusGatewayTimeout:
 			if e.Retryable || e.Code == "" {
 				again = 0
-				if s, err := strconv.Atoi(resp.Header.Get("Retry-After")); err == nil && s >= 0 && s <= 60 {
-					again = time.Duration(s) * time.Second
+			}
+			if s, err := strconv.Atoi(resp.Header.Get("Retry-After")); err == nil && again == 0 {
+				if again = time.Duration(s) * time.Second; s < 0 || s > maxRetryAfter {
+					again = -1 // the caller decides whether to wait that long
 				}
 			}
 		}
@@ -311,11 +323,19 @@ func (c *Client) AwaitOperation(ctx context.Context, op spaceapi.Operation) (spa
 		case "cancelled":
 			return op, &Error{spaceapi.Problem{Code: "operation_cancelled", Detail: "the operation was cancelled", Cause: op.SupersededBy}}
 		}
+		began := time.Now()
 		next, err := c.Operation(ctx, op.ID, Wait(20*time.Second))
 		if err != nil {
 			return op, err
 		}
 		op = next
+		if time.Since(began) < 50*time.Millisecond { // a server that does not wait is not hammered
+			select {
+			case <-ctx.Done():
+				return op, ctx.Err()
+			case <-time.After(50 * time.Millisecond):
+			}
+		}
 	}
 }
 

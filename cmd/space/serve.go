@@ -218,9 +218,10 @@ func openNode(ctx context.Context, l layout.Layout, o serveOptions, room *host.C
 	if db, err = sqlitedb.Open(l.NodeDB()); err != nil {
 		return nil, nil, nil, err
 	}
+	opened := db // the results are nil when this returns an error
 	defer func() {
 		if err != nil {
-			_ = db.Close()
+			_ = opened.Close()
 		}
 	}()
 	n, err = node.New(ctx, node.Config{
@@ -274,9 +275,10 @@ func openControl(ctx context.Context, l layout.Layout, o serveOptions, n *node.N
 	if c.store, err = openStore(l); err != nil {
 		return nil, err
 	}
+	opened := c.store // c is nil when this returns an error
 	defer func() {
 		if err != nil {
-			_ = c.store.Close()
+			_ = opened.Close()
 		}
 	}()
 	c.auth, err = auth.New(auth.Config{

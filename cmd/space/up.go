@@ -103,7 +103,6 @@ func up(ctx context.Context, l layout.Layout, o upOptions) (err error) {
 		return err
 	}
 	defer lock.Release()
-	unix.Umask(0o077)
 
 	ctx, stop := signal.NotifyContext(ctx, syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
