@@ -52,7 +52,11 @@ func run(listen, dial string, keepClock bool) error {
 	unix.Umask(0o022)
 	debug.SetGCPercent(50)
 	debug.SetMemoryLimit(96 << 20)
-	s := guest.New(guest.Options{Version: version, KeepClock: keepClock, PowerOff: powerOff})
+	hosts := ""
+	if os.Getpid() == 1 && !keepClock {
+		hosts = "/etc/hosts"
+	}
+	s := guest.New(guest.Options{Version: version, KeepClock: keepClock, PowerOff: powerOff, HostsFile: hosts})
 	go s.Run(make(chan struct{}))
 	if listen != "" {
 		path, ok := strings.CutPrefix(listen, "unix:")

@@ -239,6 +239,7 @@ func openNode(ctx context.Context, l layout.Layout, o serveOptions, room *host.C
 	}
 	m, err = session.New(ctx, session.Config{
 		DB: db, Dir: l.Journals(), Guests: n, Sealer: sealer, Auditor: n.Auditor(), Log: log, Metrics: metrics, Activity: n.Activity,
+		ProtocolError: n.ReportProtocolError,
 	})
 	if err != nil {
 		return nil, nil, nil, err
@@ -247,12 +248,8 @@ func openNode(ctx context.Context, l layout.Layout, o serveOptions, room *host.C
 	if err = m.Recover(ctx); err != nil {
 		return nil, nil, nil, fmt.Errorf("recover sessions: %w", err)
 	}
-	report, err := n.Start(ctx)
-	if err != nil {
+	if _, err = n.Start(ctx); err != nil { // it logs what it adopted
 		return nil, nil, nil, fmt.Errorf("adopt machines: %w", err)
-	}
-	for _, a := range report {
-		log.Info("adopted", "sandbox", string(a.ID), "result", string(a.Result))
 	}
 	return n, m, db, nil
 }

@@ -39,6 +39,9 @@ func (s *Server) handleConfigure(w http.ResponseWriter, r *http.Request) error {
 	}
 	if c.Hostname != "" {
 		_ = unix.Sethostname([]byte(c.Hostname))
+		if s.opt.HostsFile != "" {
+			_ = nameHost(s.opt.HostsFile, c.Hostname) // a read-only or odd /etc is the sandbox's own affair
+		}
 	}
 	if !c.Now.IsZero() && !s.opt.KeepClock {
 		setClock(c.Now)

@@ -34,6 +34,9 @@ type Options struct {
 	Processes int           // bound of known processes; 0 = guestapi.MaxProcesses
 	// PowerOff ends the machine after Shutdown; nil only answers.
 	PowerOff func()
+	// HostsFile gets a line for the machine's own name; "" leaves it alone (tests
+	// on a host's own files).
+	HostsFile string
 }
 
 // Server is the daemon's state. Make it with New; it owns every child of the
