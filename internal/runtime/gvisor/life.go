@@ -266,7 +266,7 @@ func (r *Runtime) kill(ctx context.Context, id sandbox.ID) error {
 			return fmt.Errorf("gvisor: %w", err)
 		}
 	}
-	for _, f := range []string{r.paths.pid(id), r.paths.panicLog(id), r.paths.log(id)} {
+	for _, f := range []string{r.paths.pid(id), r.paths.panicLog(id), r.paths.endLog(id), r.paths.log(id)} {
 		if err := os.Remove(f); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return fmt.Errorf("gvisor: %w", err)
 		}

@@ -2,6 +2,7 @@ package gvisor_test
 
 import (
 	"encoding/json"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -175,16 +176,22 @@ func TestReboot(t *testing.T) {
 func TestAdopt(t *testing.T) {
 	w := gvisortest.Make(t, gvisortest.Options{Probe: true})
 	ctx := limited(t)
-	running, paused, dead, stopped := w.Spec(), w.Spec(), w.Spec(), w.Spec()
+	running, paused, dead, off, stopped := w.Spec(), w.Spec(), w.Spec(), w.Spec(), w.Spec()
 	started(t, w, running)
 	ok(t, started(t, w, paused).Pause(ctx))
 	started(t, w, dead)
 	ok(t, started(t, w, stopped).Stop(ctx))
-	pid := sandboxPID(t, w.Conf, dead)
+	ends := started(t, w, off)
+	must(t, ends, "exit-soon", "")
 	ok(t, w.Runtime.Close())
-	ok(t, unix.Kill(pid, unix.SIGKILL))
-	for end := time.Now().Add(5 * time.Second); unix.Kill(pid, 0) == nil && time.Now().Before(end); {
-		time.Sleep(time.Millisecond)
+	ok(t, unix.Kill(sandboxPID(t, w.Conf, dead), unix.SIGKILL))
+	for _, spec := range []runtime.Spec{dead, off} {
+		stat := fmt.Sprintf("/proc/%d/stat", sandboxPID(t, w.Conf, spec))
+		for end := time.Now().Add(10 * time.Second); time.Now().Before(end); time.Sleep(time.Millisecond) {
+			if b, err := os.ReadFile(stat); err != nil || strings.Contains(string(b), ") Z ") {
+				break
+			}
+		}
 	}
 	r := w.Open()
 	list, err := r.List(ctx)
@@ -194,11 +201,16 @@ func TestAdopt(t *testing.T) {
 		got[string(st.Spec.ID)] = st.Condition
 	}
 	for spec, want := range map[runtime.Spec]runtime.Condition{
-		running: runtime.Running, paused: runtime.Paused, dead: runtime.Dead, stopped: runtime.Created,
+		running: runtime.Running, paused: runtime.Paused, dead: runtime.Dead, off: runtime.Dead, stopped: runtime.Created,
 	} {
 		if got[string(spec.ID)] != want {
 			t.Errorf("%s is %q, want %q", spec.ID, got[string(spec.ID)], want)
 		}
+	}
+	for spec, want := range map[runtime.Spec]runtime.Cause{dead: runtime.CauseKilled, off: runtime.CausePoweroff} {
+		m, err := r.Adopt(ctx, spec.ID)
+		ok(t, err)
+		within(t, m, time.Second, want)
 	}
 	m, err := r.Adopt(ctx, running.ID)
 	ok(t, err)

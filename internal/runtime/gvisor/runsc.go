@@ -45,6 +45,7 @@ func (p paths) arguments(v verb, id sandbox.ID) []string {
 		"--log=" + p.log(id),
 		"--log-format=json",
 		"--panic-log=" + p.panicLog(id),
+		"--final-metrics-log=" + p.endLog(id),
 		"--platform=systrap",
 		"--network=sandbox",
 		"--overlay2=none",
@@ -181,6 +182,7 @@ func (p paths) channel(id sandbox.ID) string  { return filepath.Join(p.dir(id), 
 func (p paths) log(id sandbox.ID) string      { return filepath.Join(p.dir(id), "runsc.log") }
 func (p paths) panicLog(id sandbox.ID) string { return filepath.Join(p.dir(id), "panic.log") }
 func (p paths) pid(id sandbox.ID) string      { return filepath.Join(p.dir(id), "pid") }
+func (p paths) endLog(id sandbox.ID) string   { return filepath.Join(p.dir(id), "end.log") }
 func (p paths) namespaces() string            { return filepath.Join(p.run, "netns") }
 func (p paths) netns(id sandbox.ID) string    { return filepath.Join(p.namespaces(), string(id)) }
 func (p paths) shared() string                { return filepath.Join(p.run, "shared") }

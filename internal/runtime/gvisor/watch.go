@@ -176,32 +176,52 @@ func (w *watch) wait() error {
 }
 
 // cause finds the best cause that the host can prove, in this order: the
-// memory limit, the status the process ended with, the limit of processes.
+// memory limit, the status the process ended with, the limit of processes, what
+// it left.
 func (r *Runtime) cause(id sandbox.ID, w *watch) runtime.Exit {
 	s := r.groups.Stats(string(id))
 	if s.OOMKills > 0 {
 		return outOfMemory
 	}
 	status, known := w.status()
-	panicked := false
-	if st, err := os.Stat(r.paths.panicLog(id)); err == nil {
-		panicked = st.Size() > 0
-	}
+	left := r.evidence(id)
 	switch {
 	case known && status.Signaled() && status.Signal() == unix.SIGKILL:
 		return runtime.Exit{Cause: runtime.CauseKilled, Detail: "the sandbox process got SIGKILL"}
 	case known && status.Exited() && status.ExitStatus() == 0:
 		return runtime.Exit{Cause: runtime.CausePoweroff}
-	case s.PIDsDenied > 0:
+	case s.PIDsDenied > 0 && left.Cause != runtime.CausePoweroff:
 		return runtime.Exit{Cause: runtime.CauseProcesses, Detail: "the hard limit of host tasks was reached"}
-	case panicked:
-		return runtime.Exit{Cause: runtime.CauseCrashed, Detail: "the sandbox kernel panicked"}
+	case left.Cause == runtime.CauseCrashed:
+		return left
 	case known && status.Signaled():
 		return runtime.Exit{Cause: runtime.CauseCrashed, Detail: "the sandbox process got signal " + status.Signal().String()}
 	case known:
 		return runtime.Exit{Cause: runtime.CauseCrashed, Detail: fmt.Sprintf("PID 1 of the guest exited with %d", status.ExitStatus())}
 	}
-	return runtime.Exit{Cause: runtime.CauseUnknown, Detail: "the host's kernel does not tell how the sandbox process ended"}
+	return left
+}
+
+// evidence is what the files of a sandbox process tell about its end, for when
+// its status is lost: it writes one when the guest ends in order, another when
+// it panics, and nothing when it is killed.
+func (r *Runtime) evidence(id sandbox.ID) runtime.Exit {
+	size := func(path string) int64 {
+		st, err := os.Lstat(path)
+		if err != nil {
+			return -1
+		}
+		return st.Size()
+	}
+	switch end := size(r.paths.endLog(id)); {
+	case size(r.paths.panicLog(id)) > 0:
+		return runtime.Exit{Cause: runtime.CauseCrashed, Detail: "the sandbox kernel panicked"}
+	case end > 0:
+		return runtime.Exit{Cause: runtime.CausePoweroff}
+	case end == 0:
+		return runtime.Exit{Cause: runtime.CauseKilled, Detail: "the sandbox process ended without a word"}
+	}
+	return runtime.Exit{Cause: runtime.CauseUnknown, Detail: "nothing tells how the sandbox process ended"}
 }
 
 var outOfMemory = runtime.Exit{Cause: runtime.CauseOutOfMemory, Detail: "the machine used more memory than its limit"}
@@ -305,11 +325,11 @@ func (r *Runtime) readopt(id sandbox.ID, rec record) {
 		if err == nil {
 			w.close()
 		}
-		e := runtime.Exit{Cause: runtime.CauseUnknown, Detail: "it ended while nobody watched"}
-		if r.groups.OOMKills(string(id)) > 0 {
+		e := r.evidence(id)
+		if s := r.groups.Stats(string(id)); s.OOMKills > 0 {
 			e = outOfMemory
-		} else if st, err := os.Stat(r.paths.panicLog(id)); err == nil && st.Size() > 0 {
-			e = runtime.Exit{Cause: runtime.CauseCrashed, Detail: "the sandbox kernel panicked"}
+		} else if s.PIDsDenied > 0 && e.Cause != runtime.CausePoweroff {
+			e = runtime.Exit{Cause: runtime.CauseProcesses, Detail: "the hard limit of host tasks was reached"}
 		}
 		ended(e)
 		return

@@ -38,7 +38,7 @@ func main() {
 	mux := http.NewServeMux()
 	for name, f := range map[string]func(q func(string) string, body io.Reader) (any, error){
 		"facts": facts, "write": write, "read": read, "list": list, "alloc": alloc, "fork": fork,
-		"suid": suid, "loopback": loopback, "exit": exit, "fill": fill, "link": link, "rename": rename, "connect": connect,
+		"suid": suid, "loopback": loopback, "exit": exit, "exit-soon": exitSoon, "fill": fill, "link": link, "rename": rename, "connect": connect,
 	} {
 		mux.HandleFunc("POST /"+name, func(w http.ResponseWriter, r *http.Request) {
 			out, err := f(r.URL.Query().Get, r.Body)
@@ -169,6 +169,12 @@ func loopback(func(string) string, io.Reader) (any, error) {
 func exit(q func(string) string, _ io.Reader) (any, error) {
 	code, _ := strconv.Atoi(q("code"))
 	os.Exit(code)
+	return nil, nil
+}
+
+// exitSoon powers off after the host has had time to look away.
+func exitSoon(func(string) string, io.Reader) (any, error) {
+	time.AfterFunc(1500*time.Millisecond, func() { os.Exit(0) })
 	return nil, nil
 }
 
