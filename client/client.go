@@ -31,6 +31,9 @@ const maxBody = 64 << 20
 // because a server asks for it.
 const maxRetryAfter = 60
 
+// maxWait is the longest wait that a server is asked for.
+const maxWait = time.Minute
+
 // Client speaks to one server with one key. It is safe for concurrent use.
 type Client struct {
 	base string
@@ -129,7 +132,8 @@ func (c *Client) do(ctx context.Context, method, path string, q url.Values, in, 
 		if q == nil {
 			q = url.Values{}
 		}
-		q.Set("wait", strconv.FormatInt(o.wait.Milliseconds(), 10)+"ms")
+		// Servers bound it; a longer one is not refused.
+		q.Set("wait", strconv.FormatInt(min(o.wait, maxWait).Milliseconds(), 10)+"ms")
 	}
 	if len(q) > 0 {
 		path += "?" + q.Encode()

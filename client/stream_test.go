@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"net/http/httptest"
 	"strconv"
 	"strings"
 	"sync"
@@ -365,7 +366,9 @@ func TestStdinExactlyOnceOverLostAnswers(t *testing.T) {
 		}
 		return nil
 	}}
-	_, url := serve(t, in.ServeHTTP)
+	srv := httptest.NewServer(in)
+	t.Cleanup(srv.Close)
+	url := srv.URL
 	st := attached(client.New(url, "k"), url)
 	var want []byte
 	for i := range 5 {

@@ -2,12 +2,12 @@ package cli
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"os"
 	"os/signal"
+	"sync"
 	"syscall"
 	"time"
 
@@ -33,8 +33,15 @@ func (a *App) join(ctx context.Context, s *client.Stream, stdin, tty bool) error
 		defer restore()
 	}
 	detached := a.forwardSignals(ctx, cancel, s)
-	if stdin {
-		go a.pumpStdin(ctx, s)
+	// Input is sent once the process is there to read it: it runs already where
+	// the stream goes on after an event, else the first event says so.
+	pump := sync.OnceFunc(func() {
+		if stdin {
+			go a.pumpStdin(ctx, s)
+		}
+	})
+	if s.Last() != "" {
+		pump()
 	}
 	for {
 		ev, err := s.Next(ctx)
@@ -47,6 +54,7 @@ func (a *App) join(ctx context.Context, s *client.Stream, stdin, tty bool) error
 			}
 			return startFailure(err)
 		}
+		pump()
 		if done, err := a.show(ev); done {
 			return err
 		}
@@ -55,21 +63,29 @@ func (a *App) join(ctx context.Context, s *client.Stream, stdin, tty bool) error
 
 // show writes one event; done after the last one.
 func (a *App) show(ev client.Event) (done bool, err error) {
+	if a.JSON {
+		if err := a.line(ev); err != nil {
+			return true, &ExitError{CodeFailure, err}
+		}
+		switch ev.Type {
+		case spaceapi.EventError:
+			return true, startFailure(ev.Err())
+		case spaceapi.EventExit:
+			return true, exitError(*ev.Exit)
+		}
+		return false, nil
+	}
 	switch ev.Type {
 	case spaceapi.EventStdout:
 		_, err = a.Stdout.Write(ev.Data)
 	case spaceapi.EventStderr:
 		_, err = a.Stderr.Write(ev.Data)
 	case spaceapi.EventGap:
-		var g client.Gap
-		_ = json.Unmarshal(ev.Raw, &g) // a gap without numbers is still a gap
-		fmt.Fprintf(a.Stderr, "\nspace: %d bytes of output are no longer kept\n", g.Bytes)
+		fmt.Fprintf(a.Stderr, "\nspace: %d bytes of output are missing here (%s)\n", ev.Gap.Missing, clean(ev.Gap.Reason))
 	case spaceapi.EventRewound, spaceapi.EventSuspended:
 		fmt.Fprintf(a.Stderr, "\nspace: the sandbox was %s\n", ev.Type)
 	case spaceapi.EventError:
-		var p spaceapi.Problem
-		_ = json.Unmarshal(ev.Raw, &p) // without a body it is shown as unknown below
-		return true, startFailure(&client.Error{Problem: p})
+		return true, startFailure(ev.Err())
 	case spaceapi.EventExit:
 		return true, exitError(*ev.Exit)
 	}
