@@ -2,6 +2,7 @@ package control
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"path/filepath"
 	"sync"
@@ -119,7 +120,35 @@ func TestWithTheRealNode(t *testing.T) {
 		}
 		time.Sleep(40 * time.Second) // the wake gave the same 30 s again
 		is(id, sandbox.Paused)
+		do(sandbox.Wake, id, sandbox.Running)
+		// A machine that dies, the reason, and the way back with its files.
+		if err := world.WriteFile(id, "/kept", []byte("x")); err != nil {
+			t.Fatal(err)
+		}
+		if err := world.KillMachine(id, runtime.CauseOutOfMemory); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(5 * time.Second)
+		is(id, sandbox.Failed)
+		if p := w.get(t, id).Problem; p == nil || p.What == "" {
+			t.Errorf("problem %+v", p)
+		}
+		do(sandbox.Start, id, sandbox.Running)
+		if b, err := world.ReadFile(id, "/kept"); err != nil || string(b) != "x" {
+			t.Errorf("kept %q, %v", b, err)
+		}
 		do(sandbox.Delete, id, "")
+		// A create that cannot start says why and leaves nothing.
+		bad := world.On(fake.OpStart, fake.Any, fake.Fault{Err: errors.New("no such luck")})
+		res, err := w.svc.CreateSandbox(t.Context(), w.p, Request{Wait: time.Minute}, CreateSandbox{Name: "bad"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(3 * time.Minute)
+		if op, got := w.op(t, res.Operation.ID), w.get(t, res.Sandbox.ID); op.State != operation.Failed || op.Problem == nil || got.DeletedAt.IsZero() {
+			t.Errorf("a create that cannot start: %+v %+v, sandbox %s wants %s", op, op.Problem, got.Observed, got.Desired)
+		}
+		bad.Off()
 		// Delete against resume, and expiry by delete.
 		var all sync.WaitGroup
 		for i := range 8 {
@@ -142,6 +171,9 @@ func TestWithTheRealNode(t *testing.T) {
 		known, err := n.Known(t.Context())
 		if err != nil || len(known) != 0 {
 			t.Errorf("the node still knows %v, %v", known, err)
+		}
+		if leaks := world.Leaks(); len(leaks) != 0 {
+			t.Errorf("left on the host: %v", leaks)
 		}
 		refs, err := w.store.System().Unsettled(t.Context(), 100)
 		if err != nil || len(refs) != 0 {

@@ -121,7 +121,7 @@ func (n *fakeNode) Apply(_ context.Context, a node.Assignment) (node.Observation
 	m := n.machines[a.ID]
 	switch {
 	case m == nil:
-		m = &machine{state: sandbox.Creating}
+		m = &machine{state: sandbox.Creating, class: sandbox.ClassUserKernel} // a node tells its class from the beginning
 		n.machines[a.ID] = m
 		if a.Desired == sandbox.Deleted {
 			m.a, m.state, m.converged = a, sandbox.Deleted, true
@@ -187,7 +187,6 @@ func (n *fakeNode) converge(id sandbox.ID) {
 		}
 	}
 	if m.a.Desired == sandbox.Running {
-		m.class = sandbox.ClassUserKernel
 		if m.state != sandbox.Resuming {
 			m.boots++
 		}

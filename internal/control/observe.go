@@ -1,6 +1,7 @@
 package control
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"reflect"
@@ -143,8 +144,10 @@ func (r *Reconciler) judge(row *store.Sandbox, open []operation.Operation, obs n
 	if !dead && (obs.Generation < row.Converged || obs.Generation == row.Converged && !obs.Converged) {
 		return nil, false // a late report: more is known already
 	}
-	if obs.Class != "" && row.Class == "" {
-		row.Class, row.Runtime = obs.Class, obs.Runtime
+	if row.Class == "" && started(obs.State) {
+		// The first start pins the class. Until then nothing of the tenant's can be
+		// in the sandbox: no session is made before this row says running.
+		row.Class, row.Runtime = cmp.Or(obs.Class, r.s.info.Class), cmp.Or(obs.Runtime, r.s.info.Runtime)
 	}
 	row.Observed, row.Problem = obs.State, problemAfter(*row, obs)
 	for i := range open {
@@ -164,6 +167,15 @@ func (r *Reconciler) judge(row *store.Sandbox, open []operation.Operation, obs n
 		return nil, false
 	}
 	return r.reached(row, open, obs, now)
+}
+
+// started reports whether a machine in state s has been up.
+func started(s sandbox.State) bool {
+	switch s {
+	case sandbox.Creating, sandbox.Starting, sandbox.Failed, sandbox.Quarantined, sandbox.Deleting, sandbox.Deleted:
+		return false
+	}
+	return true
 }
 
 // problemAfter keeps what moved a sandbox (an expiry, say) until it moves again.
