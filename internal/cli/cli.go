@@ -192,4 +192,3 @@ func (a *App) Commands(root *cobra.Command) {
 		root.AddCommand(a.verbCmd(v.verb, v.short))
 	}
 }
-
