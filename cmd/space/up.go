@@ -156,9 +156,27 @@ func up(ctx context.Context, l layout.Layout, o upOptions) (err error) {
 	}
 	err = child.run(runCtx)
 	if o.ephemeral || o.stopOnExit {
-		err = errors.Join(err, stopAll(roomCtx, driver, log))
+		err = errors.Join(err, stopAll(roomCtx, driver, log), leave(roomCtx, driver, templates))
 	}
 	return err
+}
+
+// leave gives back what the host keeps for later sandboxes (mounted templates,
+// control group, namespace) when there is no sandbox that could need it.
+func leave(ctx context.Context, d *gvisor.Runtime, s *template.Store) error {
+	machines, err := d.List(ctx)
+	if err != nil || len(machines) > 0 {
+		return err
+	}
+	infos, err := s.List()
+	if err != nil {
+		return err
+	}
+	errs := []error{d.Uninstall(ctx)}
+	for _, i := range infos {
+		errs = append(errs, s.Unmount(i.Digest))
+	}
+	return errors.Join(errs...)
 }
 
 func openHost(ctx context.Context, l layout.Layout, o upOptions, log *slog.Logger) (*gvisor.Runtime, *template.Store, error) {
