@@ -8,7 +8,7 @@ TESTFLAGS   ?= -p 2 -timeout 15m
 PKG         ?= ./...
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build blobs demo test test-long lint race fuzz bench clean
+.PHONY: help setup build blobs demo clean-demo test test-long lint race fuzz bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
@@ -25,6 +25,9 @@ blobs:
 
 demo: setup build ## see it work: an isolated machine runs Python
 	@scripts/demo.sh
+
+clean-demo: ## remove the templates that the demo keeps
+	@scripts/demo.sh --clean
 
 test: ## install what tests need, build, run the tests
 	@scripts/setup.sh test
