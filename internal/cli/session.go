@@ -118,7 +118,7 @@ func startFailure(err error) error {
 	switch client.Code(err) {
 	case "not_found", "command_not_found":
 		return &ExitError{CodeMissing, err}
-	case "not_executable", "start_failed", "bad_cwd", "no_such_user", "process_limit", "argument_list_too_long":
+	case "not_executable", "start_failed", "bad_cwd", "no_such_user", "process_limit", "args_too_long":
 		return &ExitError{CodeCannot, err}
 	}
 	return &ExitError{CodeLost, err}
