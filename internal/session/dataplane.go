@@ -47,6 +47,8 @@ func (m *Manager) Handler() http.Handler {
 	mux.Handle("POST /d/sessions/{id}/resize", m.session(m.serveResize))
 	mux.Handle("GET /d/sessions/{id}/ws", m.session(m.serveWebSocket))
 	mux.Handle("GET /d/sessions/{id}/pty", m.session(m.serveWebSocket))
+	mux.Handle("GET /d/sandboxes/{id}/files", m.serveFiles(ScopeFilesRead, m.getFile))
+	mux.Handle("PUT /d/sandboxes/{id}/files", m.serveFiles(ScopeFilesWrite, m.putFile))
 	mux.HandleFunc("POST /d/tickets", m.serveTicket)
 	mux.HandleFunc("/d/", func(w http.ResponseWriter, _ *http.Request) {
 		problem.Write(w, fault.New(fault.NotFound, "no_such_route", "the data plane has no such route"))
