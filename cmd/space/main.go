@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -71,8 +72,22 @@ func root() *cobra.Command {
 			sub.AddCommand(verifyCmd(&app.Layout, app))
 		}
 	}
-	c.AddCommand(upCmd(&app.Layout), serveCmd(&app.Layout), doctorCmd(app))
+	c.AddCommand(upCmd(&app.Layout), serveCmd(&app.Layout), doctorCmd(app), failpointsCmd(app))
 	return c
+}
+
+// failpointsCmd names the places where tests make this binary die.
+func failpointsCmd(app *cli.App) *cobra.Command {
+	return &cobra.Command{
+		Use: "failpoints", Short: "List the failpoints (for tests)", Hidden: true, Args: cobra.NoArgs,
+		RunE: func(*cobra.Command, []string) error {
+			return app.Print(failpoint.Names(), func(w io.Writer) {
+				for _, n := range failpoint.Names() {
+					fmt.Fprintln(w, n)
+				}
+			})
+		},
+	}
 }
 
 func fromEnv(name, otherwise string) string {
@@ -144,7 +159,18 @@ func startEphemeral(l layout.Layout) error {
 	if err != nil {
 		return err
 	}
-	cmd := exec.Command(self, "--data-dir", l.Data, "--run-dir", l.Run, "up", "--ephemeral")
+	args := []string{"--data-dir", l.Data, "--run-dir", l.Run, "up", "--ephemeral"}
+	// Whatever else serves on this host has its ports; ours stay the same when the
+	// unprivileged side starts anew.
+	for _, flag := range []string{"--listen", "--listen-data"} {
+		ln, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			return err
+		}
+		defer ln.Close() // both are held until both are known; the child listens much later
+		args = append(args, flag, ln.Addr().String())
+	}
+	cmd := exec.Command(self, args...)
 	cmd.Stdout, cmd.Stderr = log, log
 	cmd.Env = cleanEnv()
 	for _, kv := range os.Environ() {
@@ -163,7 +189,7 @@ func startEphemeral(l layout.Layout) error {
 // which only tests set.
 func cleanEnv() []string {
 	env := []string{"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG=C.UTF-8", "HOME=/nonexistent"}
-	for _, name := range []string{"SPACE_FAILPOINTS", "SPACE_STORE"} {
+	for _, name := range []string{"SPACE_FAILPOINTS", "SPACE_FAILPOINT_DIR", "SPACE_STORE"} {
 		if v := os.Getenv(name); v != "" {
 			env = append(env, name+"="+v)
 		}

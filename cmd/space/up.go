@@ -118,7 +118,7 @@ func up(ctx context.Context, l layout.Layout, o upOptions) (err error) {
 	if err != nil {
 		return err
 	}
-	defer driver.Close()
+	defer func() { err = errors.Join(err, giveBack(driver, templates)) }()
 	if err := buildTemplates(ctx, templates, o.templates, keeper); err != nil {
 		return err
 	}
@@ -246,6 +246,24 @@ func buildTemplates(ctx context.Context, s *template.Store, wanted []string, k *
 		}
 	}
 	return nil
+}
+
+// giveBack closes the driver and takes off the host what no machine needs while
+// nobody serves; machines keep their own view of their templates.
+func giveBack(d *gvisor.Runtime, s *template.Store) error {
+	errs := []error{d.Close()}
+	infos, err := s.List()
+	errs = append(errs, err)
+	for _, i := range infos {
+		errs = append(errs, s.Unmount(i.Digest))
+	}
+	machines, err := d.List(context.Background())
+	if errs = append(errs, err); err == nil && len(machines) == 0 {
+		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+		defer cancel()
+		errs = append(errs, d.Uninstall(ctx))
+	}
+	return errors.Join(errs...)
 }
 
 // stopAll powers every machine off; files are kept.

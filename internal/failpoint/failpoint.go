@@ -11,8 +11,12 @@
 //	error(N)      return ErrInjected the first N times
 //	hang          block until the context ends
 //
-// The environment is read only when the process was started with
-// SPACE_FAILPOINTS set; production units never set it.
+// Where SPACE_FAILPOINT_DIR names a directory, a file there with the name of a
+// point kills the process that passes the point and takes the file away, once:
+// a test arms a running process, and the one that follows it lives.
+//
+// The environment is read only when the process was started with one of these
+// set; production units never set them.
 package failpoint
 
 import (
@@ -20,6 +24,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
 	"sort"
 	"strconv"
 	"strings"
@@ -42,6 +47,7 @@ var (
 	mu    sync.Mutex
 	set   = map[string]*action{} // guarded by mu
 	known = map[string]bool{}    // guarded by mu
+	dir   string                 // set by FromEnv, before anything is passed
 )
 
 // Name registers a point and returns its name, so that tests can walk all of
@@ -103,8 +109,10 @@ func parse(act string) (*action, error) {
 	return nil, fmt.Errorf("unknown action %q", act)
 }
 
-// FromEnv arms the points of SPACE_FAILPOINTS; main calls it once.
+// FromEnv arms the points of SPACE_FAILPOINTS and SPACE_FAILPOINT_DIR; main
+// calls it once, before there is another goroutine.
 func FromEnv() error {
+	dir = os.Getenv("SPACE_FAILPOINT_DIR")
 	for _, f := range strings.Split(os.Getenv("SPACE_FAILPOINTS"), ";") {
 		if f == "" {
 			continue
@@ -119,6 +127,9 @@ func FromEnv() error {
 
 // Hit passes the named point: nil when it is not armed.
 func Hit(ctx context.Context, name string) error {
+	if dir != "" && os.Remove(filepath.Join(dir, filepath.Base(name))) == nil {
+		die()
+	}
 	if armed.Load() == 0 {
 		return nil
 	}
@@ -134,8 +145,7 @@ func Hit(ctx context.Context, name string) error {
 	switch kind {
 	case "kill":
 		if n == 0 || seen == n {
-			_ = syscall.Kill(syscall.Getpid(), syscall.SIGKILL)
-			select {} // the signal is on its way; nothing after the point may run
+			die()
 		}
 	case "error":
 		if n == 0 || seen <= n {
@@ -146,4 +156,9 @@ func Hit(ctx context.Context, name string) error {
 		return ctx.Err()
 	}
 	return nil
+}
+
+func die() {
+	_ = syscall.Kill(syscall.Getpid(), syscall.SIGKILL)
+	select {} // the signal is on its way; nothing after the point may run
 }

@@ -1,0 +1,70 @@
+package server
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"sync"
+)
+
+// repository is the module's root, above the tests' working directory.
+func repository() (string, error) {
+	dir, err := os.Getwd()
+	if err != nil {
+		return "", err
+	}
+	for ; ; dir = filepath.Dir(dir) {
+		if _, err := os.Stat(filepath.Join(dir, "go.mod")); err == nil {
+			return dir, nil
+		}
+		if dir == "/" {
+			return "", fmt.Errorf("server: not inside the repository")
+		}
+	}
+}
+
+// Binary is the real bin/space of the working tree, built once per process into
+// a directory of its own; RemoveBinary takes it away. The blobs it embeds are
+// built when they are missing.
+var Binary = sync.OnceValues(build)
+
+func build() (string, error) {
+	root, err := repository()
+	if err != nil {
+		return "", err
+	}
+	run := func(name string, args ...string) error {
+		cmd := exec.Command(name, args...)
+		cmd.Dir = root
+		cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+		if out, err := cmd.CombinedOutput(); err != nil {
+			return fmt.Errorf("server: %s: %w\n%s", name, err, out)
+		}
+		return nil
+	}
+	for _, blob := range []string{"runsc.gz", "space-guest.gz"} {
+		if _, err := os.Stat(filepath.Join(root, "internal/blob/files", blob)); err != nil {
+			if err := run("scripts/build-blobs.sh"); err != nil {
+				return "", err
+			}
+		}
+	}
+	dir, err := os.MkdirTemp("", "space-bin-")
+	if err != nil {
+		return "", err
+	}
+	// The unprivileged side starts from it, too.
+	if err := os.Chmod(dir, 0o755); err != nil {
+		return "", err
+	}
+	bin := filepath.Join(dir, "space")
+	return bin, run("go", "build", "-trimpath", "-buildvcs=false", "-ldflags", "-s -w -X main.version=test", "-o", bin, "./cmd/space")
+}
+
+// RemoveBinary takes away what Binary built.
+func RemoveBinary() {
+	if bin, err := Binary(); err == nil {
+		_ = os.RemoveAll(filepath.Dir(bin))
+	}
+}
