@@ -52,7 +52,9 @@ func (a *Assignment) check() error {
 	if _, err := sandbox.ParseID(string(a.ID)); err != nil {
 		return err
 	}
-	if a.Tenant.IsZero() || a.Generation == 0 || a.Generation > 1<<62 {
+	// Only what nobody's record knows is deleted without a tenant: an orphan of a
+	// control store that was lost or set back.
+	if a.Tenant.IsZero() && a.Desired != sandbox.Deleted || a.Generation == 0 || a.Generation > 1<<62 {
 		return invalid("an assignment needs a tenant and a generation")
 	}
 	return nil
@@ -74,11 +76,14 @@ func (b *box) apply(ctx context.Context, a Assignment, sealed []byte) (Observati
 		} else if ok {
 			return b.applyDead(ctx, a, t)
 		}
+		if a.Tenant.IsZero() {
+			return Observation{}, fmt.Errorf("%w: %s", ErrUnknown, a.ID)
+		}
 	} else {
 		switch r := &b.row; {
 		case r.Tenant == "" && a.Desired != sandbox.Deleted: // an orphan on its way out
 			return Observation{}, deletedFault()
-		case r.Tenant != "" && r.Tenant != a.Tenant.String():
+		case r.Tenant != "" && r.Tenant != a.Tenant.String() && !a.Tenant.IsZero():
 			return Observation{}, notFound()
 		case a.Generation < r.Generation:
 			return b.observe(), fmt.Errorf("%w: %d is in force, not %d", ErrStale, r.Generation, a.Generation)
@@ -147,7 +152,10 @@ func (b *box) apply(ctx context.Context, a Assignment, sealed []byte) (Observati
 // assign puts a newer assignment into the row.
 func assign(r *row, a Assignment, sealed []byte, now time.Time, fresh bool) {
 	was := *r
-	r.ID, r.Tenant, r.Generation, r.Desired = a.ID, a.Tenant.String(), a.Generation, a.Desired
+	r.ID, r.Generation, r.Desired = a.ID, a.Generation, a.Desired
+	if !a.Tenant.IsZero() {
+		r.Tenant = a.Tenant.String()
+	}
 	r.Policy, r.Deadline, r.Steps = a.Policy, a.Deadline, nil
 	if fresh {
 		r.Template, r.Resources = a.TemplateDigest, a.Resources
@@ -190,7 +198,7 @@ func (b *box) applyDead(ctx context.Context, a Assignment, t tombstone) (Observa
 		return Observation{}, err
 	}
 	switch {
-	case t.Tenant != "" && t.Tenant != a.Tenant.String():
+	case t.Tenant != "" && t.Tenant != a.Tenant.String() && !a.Tenant.IsZero():
 		return Observation{}, notFound()
 	case a.Desired != sandbox.Deleted && pending != nil && a.Generation > t.Generation:
 		return t.observe(b.id, pending), fmt.Errorf("%w: %s", ErrOutcomePending, pending.Trigger)
