@@ -36,7 +36,7 @@ var computed = map[string][]string{
 	"internal/httpapi/httpapi.go: codes[status]":           nil, // the map is read
 	"client/event.go: e.Ended.Code":                        nil, // of an event
 	"internal/node/problem.go: \"machine_\" + string(s) + \"_failed\"": {
-		"machine_create_failed", "machine_start_failed", "machine_configure_failed", "machine_pause_failed", "machine_resume_failed", "machine_stop_failed", "machine_delete_failed",
+		"machine_look_failed", "machine_create_failed", "machine_start_failed", "machine_configure_failed", "machine_pause_failed", "machine_resume_failed", "machine_stop_failed", "machine_delete_failed",
 	},
 	"internal/control/observe.go: \"sandbox_\" + string(obs.State)": {"sandbox_failed", "sandbox_quarantined"},
 	"internal/control/observe.go: \"sandbox_\" + string(o.State)":   {"sandbox_paused", "sandbox_stopped", "sandbox_deleted", "sandbox_failed", "sandbox_quarantined"},

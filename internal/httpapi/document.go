@@ -179,7 +179,13 @@ Events, each with id "epoch.offset" (the position after it) and one line of JSON
 | error | Ended: the session ended without an exit of the process, such as sandbox_lost; nothing follows |
 
 A comment line is sent every 10 s of silence. A reader goes on after the last id that it saw with Last-Event-ID: it gets
-all that follows, once. Event types that are not known are to be ignored.`
+all that follows, once. Event types that are not known are to be ignored. An event "interrupted" (a Problem, without an
+id) says why the stream is cut although the session goes on: open it again.
+
+With Accept: application/vnd.space.frames the same events come as binary frames, for bulk: kind (1 byte: 0 keepalive,
+1 started, 2 stdout, 3 stderr, 4 gap, 5 rewound, 6 suspended, 7 exit, 8 error, 9 accepted, 10 problem), epoch and offset
+of the id (8 bytes each), length (4 bytes), payload; integers are big endian. The payload is raw bytes for 2 and 3, else
+the JSON of the event.`
 
 // dataPlane adds the data plane's paths, which another listener serves.
 func dataPlane(d *huma.OpenAPI) {
@@ -195,6 +201,7 @@ func dataPlane(d *huma.OpenAPI) {
 	raw := &huma.Schema{Type: "string", Format: "binary"}
 	id := &huma.Param{Name: "id", In: "path", Required: true, Schema: text, Description: "of the session"}
 	last := &huma.Param{Name: spaceapi.HeaderLastEventID, In: "header", Schema: text, Description: "go on after this event; without it, from the first that is kept", Example: "1.4096"}
+	after := &huma.Param{Name: "after", In: "query", Schema: text, Description: "the same as Last-Event-ID, for clients that cannot send it"}
 	op := func(oid, summary, description string, ok int, content map[string]*huma.MediaType, body map[string]*huma.MediaType, params ...*huma.Param) *huma.Operation {
 		o := &huma.Operation{
 			OperationID: oid, Summary: summary, Description: strings.TrimSpace(description), Tags: []string{"data plane"},
@@ -209,13 +216,13 @@ func dataPlane(d *huma.OpenAPI) {
 		}
 		return o
 	}
-	stream := map[string]*huma.MediaType{"text/event-stream": {
+	stream := map[string]*huma.MediaType{"application/vnd.space.frames": {Schema: raw}, "text/event-stream": {
 		Schema:  text,
 		Example: "id: 1.1\nevent: started\ndata: {\"pid\":12,\"at\":\"2026-01-02T03:04:05Z\"}\n\nid: 1.4\nevent: stdout\ndata: {\"b64\":\"NDIK\"}\n\n",
 	}}
 	base := "/d/sessions/{id}"
-	d.Paths[base+"/attach"] = &huma.PathItem{Post: op("attach", "Start the command, once however many race, and stream its events", eventText, 200, stream, nil, last)}
-	d.Paths[base+"/events"] = &huma.PathItem{Get: op("events", "Stream the events; starts nothing", eventText, 200, stream, nil, last)}
+	d.Paths[base+"/attach"] = &huma.PathItem{Post: op("attach", "Start the command, once however many race, and stream its events", eventText, 200, stream, nil, last, after)}
+	d.Paths[base+"/events"] = &huma.PathItem{Get: op("events", "Stream the events; starts nothing", eventText, 200, stream, nil, last, after)}
 	d.Paths[base+"/stdin"] = &huma.PathItem{Post: op("stdin", "Send standard input",
 		"The first byte of the body is at offset. What was accepted already is skipped; an offset ahead of it is 409 stdin_offset_ahead with expected set.",
 		200, one("application/json", ref("StdinReply")), one("application/octet-stream", raw),
@@ -223,11 +230,26 @@ func dataPlane(d *huma.OpenAPI) {
 	d.Paths[base+"/close-stdin"] = &huma.PathItem{Post: op("close-stdin", "End standard input", "", 200, one("application/json", ref("StdinReply")), nil)}
 	d.Paths[base+"/signal"] = &huma.PathItem{Post: op("signal", "Send a signal", "", 204, nil, one("application/json", ref("Signal")))}
 	d.Paths[base+"/resize"] = &huma.PathItem{Post: op("resize", "Set the terminal's size", "", 204, nil, one("application/json", ref("Size")))}
-	d.Paths[base+"/tickets"] = &huma.PathItem{Post: op("ticket", "Trade the token for a ticket, for browsers that cannot send headers with a WebSocket", "", 201, one("application/json", ref("Ticket")), nil)}
-	ws := op("websocket", "Events and input over one WebSocket",
-		"Messages from the server are the events as JSON text. Binary messages to the server are standard input.", 101, nil, nil,
-		&huma.Param{Name: "ticket", In: "query", Schema: text, Description: "instead of the token"}, last)
-	d.Paths[base+"/ws"] = &huma.PathItem{Get: ws}
+	ticket := op("ticket", "Trade the token for a ticket that opens one WebSocket, once, soon", "For browsers, which cannot send headers there.", 201, one("application/json", ref("Ticket")), nil)
+	ticket.Parameters = nil
+	d.Paths["/d/tickets"] = &huma.PathItem{Post: ticket}
+	for _, name := range []string{"ws", "pty"} {
+		d.Paths[base+"/"+name] = &huma.PathItem{Get: op(name, "Attach over a WebSocket, for terminals",
+			"Messages from the server hold whole binary frames as of attach. A message from the client is one request: 1 stdin (offset of 8 bytes, then the bytes), 2 close-stdin, 3 signal (its name; + before it for the whole tree), 4 resize (rows and columns, 2 bytes each). Stdin and close-stdin are answered by a frame accepted (StdinReply), what fails by a frame problem.",
+			101, nil, nil, &huma.Param{Name: "ticket", In: "query", Schema: text, Description: "instead of the token"}, after, last)}
+	}
+	box := &huma.Param{Name: "id", In: "path", Required: true, Schema: text, Description: "of the sandbox"}
+	where := []*huma.Param{box,
+		{Name: "path", In: "query", Schema: text, Description: "in the sandbox; bytes, percent-encoded"},
+		{Name: "path_b64", In: "query", Schema: text, Description: "instead of path, base64, for names that are not text"},
+		{Name: "user", In: "query", Schema: text, Description: "with whose rights; default the template's user"},
+	}
+	get := op("get-file", "Read a whole file", "Takes a data token with scope files:r or files:rw.", 200, one("application/octet-stream", raw), nil)
+	get.Parameters = where
+	get.Responses["200"].Headers = map[string]*huma.Param{"X-File-Mode": {Schema: text, Description: "permission bits, octal"}}
+	put := op("put-file", "Replace a whole file, atomically", "Takes a data token with scope files:rw.", 204, nil, one("application/octet-stream", raw))
+	put.Parameters = append(slices.Clone(where), &huma.Param{Name: "mode", In: "query", Schema: text, Description: "permission bits, octal", Example: "644"})
+	d.Paths["/d/sandboxes/{id}/files"] = &huma.PathItem{Get: get, Put: put}
 	for p, item := range d.Paths {
 		if strings.HasPrefix(p, "/d/") {
 			item.Servers = []*huma.Server{{URL: "http://127.0.0.1:7781", Description: "the data plane of a local installation"}}
