@@ -147,6 +147,10 @@ func (noLease) Close() error { return nil }
 func ephemeralLog(l layout.Layout) string { return filepath.Join(l.Host(), "ephemeral.log") }
 
 func startEphemeral(l layout.Layout) error {
+	// Above the data directory others must be able to pass; `space up` mends the rest.
+	if err := os.MkdirAll(filepath.Dir(l.Data), 0o755); err != nil {
+		return err
+	}
 	if err := os.MkdirAll(l.Host(), 0o700); err != nil {
 		return err
 	}

@@ -81,8 +81,18 @@ func (l Layout) EndpointFile() string { return filepath.Join(l.RunServe(), "endp
 func (l Layout) RunServe() string { return filepath.Join(l.Run, "serve") }
 
 // Prepare makes the folders of a layout, as root, for the unprivileged uid and
-// gid. It is idempotent and mends owner and mode of what exists.
+// gid. It is idempotent and mends owner and mode of what exists. Folders above
+// Data and Run are made with mode 0755 when missing, and never changed: one that
+// the unprivileged side cannot pass through is an error.
 func (l Layout) Prepare(uid, gid int) error {
+	for _, top := range []string{l.Data, l.Run} {
+		if err := os.MkdirAll(filepath.Dir(top), 0o755); err != nil {
+			return fmt.Errorf("layout: %w", err)
+		}
+		if err := passable(filepath.Dir(top), uid, gid); err != nil {
+			return err
+		}
+	}
 	for _, d := range []struct {
 		path     string
 		mode     os.FileMode
@@ -117,6 +127,35 @@ func (l Layout) Prepare(uid, gid int) error {
 		}
 	}
 	return nil
+}
+
+// passable reports an error when uid cannot pass through dir or a folder above
+// it. It goes by owner, group and mode; a stricter rule shows at the first use.
+func passable(dir string, uid, gid int) error {
+	dir, err := filepath.Abs(dir)
+	if err != nil {
+		return fmt.Errorf("layout: %w", err)
+	}
+	for {
+		var st unix.Stat_t
+		if err := unix.Stat(dir, &st); err != nil {
+			return fmt.Errorf("layout: %s: %w", dir, err)
+		}
+		search := uint32(0o001)
+		switch {
+		case int(st.Uid) == uid:
+			search = 0o100
+		case int(st.Gid) == gid:
+			search = 0o010
+		}
+		if st.Mode&search == 0 {
+			return fmt.Errorf("layout: the unprivileged side cannot pass through %s (mode %04o): choose another folder, or chmod o+x it", dir, st.Mode&0o7777)
+		}
+		if dir == "/" {
+			return nil
+		}
+		dir = filepath.Dir(dir)
+	}
 }
 
 // ErrLocked means that another process owns the part.
