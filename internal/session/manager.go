@@ -65,7 +65,7 @@ type Auditor interface {
 	Append(ctx context.Context, tx *sql.Tx, e audit.Entry) error
 }
 
-// Config of a Manager. Metrics, Activity and Limits may be left out.
+// Config of a Manager. Metrics, Activity, ProtocolError and Limits may be left out.
 type Config struct {
 	DB      *sqlitedb.DB // the node's; the manager keeps its own tables in it
 	Dir     string       // of the journals; made with mode 0700
@@ -79,7 +79,10 @@ type Config struct {
 	// Activity is told of each data-plane call and, each Sweep, of each sandbox
 	// with a reader attached to a running session. It must not block.
 	Activity func(sandbox.ID)
-	Limits   Limits
+	// ProtocolError is told of a sandbox whose guest broke the protocol so that its
+	// session had to be given up; it may quarantine it. May be nil.
+	ProtocolError func(ctx context.Context, id sandbox.ID) error
+	Limits        Limits
 	// HostBoot names the boot of the host: journals of another boot may have lost
 	// their end. "" reads the kernel's boot id.
 	HostBoot string

@@ -274,6 +274,7 @@ func (l *live) follow(ctx context.Context, g guestclient.Guest) *Exit {
 		}
 		if isProtocol(err) {
 			if strikes++; strikes >= protocolStrikes {
+				l.report(ctx)
 				return &Exit{Cause: CauseSandboxLost, Code: -1, Reason: "guest_protocol_error: the guest daemon broke the protocol"}
 			}
 		}
@@ -288,6 +289,17 @@ func (l *live) follow(ctx context.Context, g guestclient.Guest) *Exit {
 		case <-l.m.Clock.After(wait):
 			wait = min(wait*2, l.m.Limits.Backoff)
 		}
+	}
+}
+
+// report tells the node of a guest that lies.
+func (l *live) report(ctx context.Context) {
+	l.m.Log.Warn("a guest broke the protocol", "session", l.id, "sandbox", l.id.Sandbox())
+	if l.m.ProtocolError == nil {
+		return
+	}
+	if err := l.m.ProtocolError(ctx, l.id.Sandbox()); err != nil {
+		l.m.Log.Error("a guest that broke the protocol cannot be reported", "sandbox", l.id.Sandbox(), "error", err)
 	}
 }
 
