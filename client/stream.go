@@ -418,11 +418,15 @@ func (s *Stream) Write(ctx context.Context, p []byte) error {
 	return nil
 }
 
-// CloseStdin ends the process's standard input. Closing it twice is no error.
+// CloseStdin ends the process's standard input. Closing it twice is no error. A
+// session that ended after a try whose answer was lost took it.
 func (s *Stream) CloseStdin(ctx context.Context) error {
 	var pause backoff
-	for {
+	for try := 0; ; try++ {
 		err := s.post(ctx, "/close-stdin", nil, nil)
+		if try > 0 && Code(err) == "session_ended" {
+			return nil
+		}
 		if err == nil || ctx.Err() != nil || !again(err) {
 			return err
 		}
