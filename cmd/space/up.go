@@ -388,8 +388,10 @@ func (c *child) watch(ctx context.Context, pid int) error {
 	if layout.Holder(c.l.ServeLock()) != pid {
 		return nil
 	}
+	// The pid is what a file of user space says, and we may have to kill: only a
+	// process that user space could kill as well.
 	st, err := privilege.Of(pid)
-	if err != nil || st.Dropped() != nil {
+	if err != nil || st.Dropped() != nil || st.UIDs != [4]int{c.uid, c.uid, c.uid, c.uid} {
 		return fmt.Errorf("process %d holds the lock of the unprivileged side but is not it", pid)
 	}
 	c.log.Info("found the unprivileged side running", "pid", pid)

@@ -78,7 +78,7 @@ func (a *App) Connect(ctx context.Context) (*client.Client, error) {
 	}
 	key := a.Key
 	if key == "" {
-		b, err := os.ReadFile(a.Layout.AdminKey())
+		b, err := layout.ReadOwned(a.Layout.AdminKey(), 1024)
 		if err != nil {
 			return nil, fmt.Errorf("a local server runs at %s but its admin key cannot be read (%w): run as root, or set SPACE_API_KEY", e.API, err)
 		}

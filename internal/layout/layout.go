@@ -3,7 +3,8 @@
 //
 //	<data>             0710 root:space   nothing but the two below
 //	<data>/host        0700 root         host room: machines, templates, runtimes, room key
-//	<data>/state       0700 space        control.db, node.db, journals, keys, admin.key
+//	<data>/state       0700 space        control.db, node.db, journals, keys, admin.key;
+//	                                     root reads files here with ReadOwned only
 //	<run>              0711 root         lost at reboot
 //	<run>/host         0700 root         mounts, runsc state, channel sockets
 //	<run>/hostd.sock   0660 root:space   the host room's socket
@@ -18,6 +19,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"syscall"
@@ -84,6 +86,10 @@ func (l Layout) RunServe() string { return filepath.Join(l.Run, "serve") }
 // gid. It is idempotent and mends owner and mode of what exists. Folders above
 // Data and Run are made with mode 0755 when missing, and never changed: one that
 // the unprivileged side cannot pass through is an error.
+//
+// Every folder made here has a parent that only root can write to: below a
+// folder of user space a name may be exchanged between a check and a change of
+// mode.
 func (l Layout) Prepare(uid, gid int) error {
 	for _, top := range []string{l.Data, l.Run} {
 		if err := os.MkdirAll(filepath.Dir(top), 0o755); err != nil {
@@ -104,7 +110,6 @@ func (l Layout) Prepare(uid, gid int) error {
 		{l.Runtimes(), 0o700, 0, 0},
 		{l.Room(), 0o700, 0, 0},
 		{l.State(), 0o700, uid, gid},
-		{l.Journals(), 0o700, uid, gid},
 		{l.Run, 0o711, 0, 0},
 		{l.RunHost(), 0o700, 0, 0},
 		{l.RunServe(), 0o755, uid, gid},
@@ -186,8 +191,11 @@ func TakeLock(path string) (*Lock, error) {
 
 // Holder gives the pid written by the lock's present owner, or 0 when the lock
 // is free.
+//
+// The number is a claim of whoever may write the file: see to it that it is the
+// process you mean before you act on it.
 func Holder(path string) int {
-	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW, 0)
+	f, err := openRegular(path)
 	if err != nil {
 		return 0
 	}
@@ -196,9 +204,58 @@ func Holder(path string) int {
 		return 0
 	}
 	var pid int
-	_, _ = fmt.Fscan(f, &pid)
+	if _, err := fmt.Fscan(io.LimitReader(f, 32), &pid); err != nil || pid <= 1 {
+		return 0
+	}
 	return pid
 }
+
+// openRegular opens a file for reading and nothing else: it follows no link at
+// the end of path, and a FIFO or device put there neither blocks nor acts.
+func openRegular(path string) (*os.File, error) {
+	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, err
+	}
+	if fi, err := f.Stat(); err != nil || !fi.Mode().IsRegular() {
+		_ = f.Close()
+		return nil, errors.Join(err, fmt.Errorf("layout: %s is not a regular file", path))
+	}
+	return f, nil
+}
+
+// ReadOwned reads a file of at most limit bytes from a folder that its owner may
+// fill with anything while root reads it. It gives only what that owner could
+// have read as well: a link, soft or hard, to somebody else's file is an error.
+// The parents of the folder must be root's or the caller's.
+func ReadOwned(path string, limit int64) ([]byte, error) {
+	dir, err := os.Lstat(filepath.Dir(path))
+	if err != nil {
+		return nil, err
+	}
+	f, err := openRegular(path)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	fi, err := f.Stat()
+	if err != nil {
+		return nil, err
+	}
+	if !dir.IsDir() || owner(dir) != owner(fi) {
+		return nil, fmt.Errorf("layout: %s does not belong to the owner of its folder", path)
+	}
+	b, err := io.ReadAll(io.LimitReader(f, limit+1))
+	if err == nil && int64(len(b)) > limit {
+		err = fmt.Errorf("layout: %s has more than %d bytes", path, limit)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return b, nil
+}
+
+func owner(fi os.FileInfo) uint32 { return fi.Sys().(*syscall.Stat_t).Uid }
 
 // Release gives the lock back.
 func (k *Lock) Release() { _ = k.f.Close() }
@@ -229,7 +286,7 @@ func (l Layout) WriteEndpoint(e Endpoint) error {
 // ReadEndpoint reads what WriteEndpoint wrote.
 func (l Layout) ReadEndpoint() (Endpoint, error) {
 	var e Endpoint
-	b, err := os.ReadFile(l.EndpointFile())
+	b, err := ReadOwned(l.EndpointFile(), 64<<10)
 	if err != nil {
 		return e, err
 	}
