@@ -198,7 +198,9 @@ func TestHostileAnswers(t *testing.T) {
 			}
 		},
 		"error page": func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(403); _, _ = io.WriteString(w, "<html>") },
-		"redirect":   func(w http.ResponseWriter, r *http.Request) { http.Redirect(w, r, "/v1/sandboxes/other", 302) },
+		"redirect": func(w http.ResponseWriter, r *http.Request) {
+			http.Redirect(w, r, "/v1/sandboxes/other", http.StatusFound)
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s, url := serve(t, h)
