@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io"
 	"testing"
+	"time"
 
 	"github.com/space-platform/space/api/guestapi"
 )
@@ -57,7 +58,7 @@ func BenchmarkStreamRaw(b *testing.B) {
 }
 
 func benchStream(b *testing.B, accept string) {
-	h := newHost(b, Limits{JournalBytes: 2 * benchBytes})
+	h := newHost(b, Limits{JournalBytes: 2 * benchBytes, Sweep: time.Second})
 	p := newPlane(b, h)
 	b.SetBytes(benchBytes)
 	for b.Loop() {

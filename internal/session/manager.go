@@ -112,6 +112,8 @@ type Manager struct {
 	paused  map[sandbox.ID]time.Time
 	boots   map[sandbox.ID]bootOf
 	closed  bool
+
+	settling *settling // the round of flushes that is being gathered
 }
 
 var _ Service = (*Manager)(nil)

@@ -107,6 +107,9 @@ func (l *live) prepare() <-chan struct{} {
 	go func() {
 		defer close(done)
 		err := l.openJournal(false)
+		if err == nil {
+			err = l.journal.Prepare()
+		}
 		if err != nil {
 			l.m.Log.Error("journal cannot be opened", "session", l.id, "error", err)
 		}
@@ -495,14 +498,54 @@ func (l *live) finish(e Exit) {
 	l.mu.Lock()
 	r := l.row
 	l.mu.Unlock()
-	if err := j.Sync(); err != nil {
-		m.Log.Error("journal cannot be synced", "session", l.id, "error", err) // the sweeper tries again
-	}
 	m.keep(r, l)
 	close(l.done)
+	if err := m.settle(j); err != nil {
+		m.Log.Error("journal cannot be synced", "session", l.id, "error", err) // the sweeper tries again
+	}
 	if r.state == Exited && e.Cause != CauseStartFailed {
 		l.forgotten(r)
 	}
+}
+
+// settling is one round of flushes that journals which ended together share: a
+// file system's own log makes the second one almost free.
+type settling struct {
+	journals []*journal.Journal
+	errs     []error
+	done     chan struct{}
+}
+
+// settleWait is how long a round waits for company.
+const settleWait = 20 * time.Millisecond
+
+// settle flushes a journal that has ended.
+func (m *Manager) settle(j *journal.Journal) error {
+	m.mu.Lock()
+	s := m.settling
+	lead := s == nil
+	if lead {
+		s = &settling{done: make(chan struct{})}
+		m.settling = s
+	}
+	mine := len(s.journals)
+	s.journals = append(s.journals, j)
+	m.mu.Unlock()
+	if lead {
+		select {
+		case <-m.ctx.Done(): // closing: at once
+		case <-m.Clock.After(settleWait):
+		}
+		m.mu.Lock()
+		m.settling = nil
+		m.mu.Unlock()
+		for _, j := range s.journals {
+			s.errs = append(s.errs, j.Sync())
+		}
+		close(s.done)
+	}
+	<-s.done
+	return s.errs[mine]
 }
 
 // conclude records the end: the event in the journal, then row and audit in one

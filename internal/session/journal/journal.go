@@ -219,6 +219,34 @@ func (j *Journal) Append(entries ...Entry) error {
 	return nil
 }
 
+// Prepare makes the first segment, so that the first Append only writes. It
+// does nothing once there is one.
+func (j *Journal) Prepare() error {
+	j.wmu.Lock()
+	defer j.wmu.Unlock()
+	j.mu.Lock()
+	began := len(j.segs) > 0 || j.closed
+	j.mu.Unlock()
+	if began {
+		return nil
+	}
+	seg := &segment{path: filepath.Join(j.o.Dir, segmentName(0))}
+	j.buf = appendSegmentHeader(j.buf[:0], j.o.Epoch, 0, 0)
+	n := int64(len(j.buf))
+	if err := j.room(n, seg, true); err != nil {
+		return err
+	}
+	if err := j.write(seg, 0, true); err != nil {
+		j.o.Account.Refund(n)
+		return err
+	}
+	j.mu.Lock()
+	seg.size = n
+	j.segs, j.bytes, j.dirDirt = append(j.segs, seg), n, true
+	j.mu.Unlock()
+	return nil
+}
+
 // Finish appends the final event in two steps: the record is written, then
 // commit is told the position after it, and only when commit returns nil do
 // readers see the event. So whatever commit makes durable is true before
