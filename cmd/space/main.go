@@ -69,7 +69,7 @@ func root() *cobra.Command {
 	app.Commands(c)
 	for _, sub := range c.Commands() {
 		if sub.Name() == "audit" {
-			sub.AddCommand(verifyCmd(&app.Layout, app))
+			sub.AddCommand(verifyCmd(&app.Layout, app), recordsCmd(&app.Layout))
 		}
 	}
 	c.AddCommand(upCmd(&app.Layout), serveCmd(&app.Layout), doctorCmd(app), failpointsCmd(app))

@@ -24,7 +24,6 @@ import (
 
 	"github.com/space-platform/space/internal/audit"
 	"github.com/space-platform/space/internal/auth"
-	"github.com/space-platform/space/internal/clock"
 	"github.com/space-platform/space/internal/control"
 	"github.com/space-platform/space/internal/guestclient"
 	"github.com/space-platform/space/internal/host"
@@ -405,7 +404,7 @@ func signHeads(ctx context.Context, l layout.Layout, room audit.Signer, st store
 			r, ok, err := last(ctx)
 			if err == nil && ok {
 				var h audit.Head
-				if h, err = audit.Sign(ctx, room, r, clock.System{}.Now()); err == nil {
+				if h, err = room.SignHead(ctx, r.Chain, r.Seq, r.Hash); err == nil {
 					err = audit.AppendHead(l.AuditHeads(), h)
 				}
 				if err == nil {

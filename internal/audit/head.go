@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"bytes"
 	"context"
+	"crypto/ed25519"
 	"crypto/sha256"
 	"encoding/binary"
 	"encoding/json"
@@ -16,11 +17,17 @@ import (
 	"time"
 )
 
-// Signer signs 32-byte digests with ed25519; the host room is one. The message
-// that is signed is the digest itself.
+// Signer signs the ends of chains with ed25519; the host room is one. A signer
+// remembers what it signed last of each chain and signs only what lies beyond:
+// who can ask for signatures still cannot have another past signed.
 type Signer interface {
-	SignDigest(ctx context.Context, digest [32]byte) (signature []byte, err error)
+	// SignHead signs that record seq of chain has this hash. Asked again for the
+	// same one it gives the head it has. Error: ErrSigned.
+	SignHead(ctx context.Context, chain string, seq uint64, hash []byte) (Head, error)
 }
+
+// ErrSigned: the signer has signed another record with this number, or a later one.
+var ErrSigned = errors.New("audit: the chain was signed further than this, or with another record: records were lost, replaced, or an older state was brought back")
 
 // Head is the end of a chain at some time, signed by the host room.
 type Head struct {
@@ -48,15 +55,18 @@ func (h Head) Digest() [32]byte {
 	return [32]byte(s.Sum(nil))
 }
 
-// Sign makes the head of a chain that ends with r.
-func Sign(ctx context.Context, s Signer, r Record, at time.Time) (Head, error) {
-	h := Head{Chain: r.Chain, Seq: r.Seq, Hash: r.Hash, At: at.UTC().Truncate(time.Microsecond)}
-	sig, err := s.SignDigest(ctx, h.Digest())
-	if err != nil {
-		return Head{}, fmt.Errorf("audit: sign head: %w", err)
-	}
-	h.Signature = sig
-	return h, nil
+// Signed completes h with the time and the signature of key.
+func (h Head) Signed(key ed25519.PrivateKey, at time.Time) Head {
+	h.At = at.UTC().Truncate(time.Microsecond)
+	d := h.Digest()
+	h.Signature = ed25519.Sign(key, d[:])
+	return h
+}
+
+// Check reports whether h was signed with the private half of key.
+func (h Head) Check(key ed25519.PublicKey) bool {
+	d := h.Digest()
+	return h.Seq > 0 && ed25519.Verify(key, d[:], h.Signature)
 }
 
 // The files of heads and of exported records are JSON lines: one object and a

@@ -144,8 +144,7 @@ func checkHeads(chain string, heads []Head, key ed25519.PublicKey) ([]Head, erro
 		if h.Chain != chain {
 			return nil, &Broken{Foreign, h.Seq, fmt.Sprintf("its head belongs to chain %q", h.Chain)}
 		}
-		d := h.Digest()
-		if h.Seq == 0 || !ed25519.Verify(key, d[:], h.Signature) {
+		if !h.Check(key) {
 			return nil, &Broken{Forged, h.Seq, "the signature of its head is not the room's"}
 		}
 	}

@@ -22,8 +22,8 @@ var at = time.Date(2026, 3, 1, 12, 0, 0, 123456000, time.UTC)
 // room signs as the host room does.
 type room struct{ key ed25519.PrivateKey }
 
-func (r room) SignDigest(_ context.Context, d [32]byte) ([]byte, error) {
-	return ed25519.Sign(r.key, d[:]), nil
+func (r room) SignHead(_ context.Context, chain string, seq uint64, hash []byte) (Head, error) {
+	return Head{Chain: chain, Seq: seq, Hash: hash}.Signed(r.key, at), nil
 }
 
 func newRoom(seed byte) (room, ed25519.PublicKey) {
@@ -54,7 +54,7 @@ func heads(t testing.TB, records []Record, seqs ...int) []Head {
 	signer, _ := newRoom(1)
 	var out []Head
 	for _, n := range seqs {
-		h, err := Sign(t.Context(), signer, records[n-1], at)
+		h, err := signer.SignHead(t.Context(), records[n-1].Chain, records[n-1].Seq, records[n-1].Hash)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -171,7 +171,7 @@ func TestVerifyTampered(t *testing.T) {
 		"head chain":     {head(func(h *Head) { h.Chain = "other" }), Foreign, 4},
 		"head of another room": {func(r []Record, h []Head) ([]Record, []Head) {
 			other, _ := newRoom(2)
-			h[0], _ = Sign(t.Context(), other, r[3], at)
+			h[0], _ = other.SignHead(t.Context(), r[3].Chain, r[3].Seq, r[3].Hash)
 			return r, h
 		}, Forged, 4},
 	} {

@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/space-platform/space/internal/audit"
 	"github.com/space-platform/space/internal/channel"
 	"github.com/space-platform/space/internal/runtime"
 	"github.com/space-platform/space/internal/sandbox"
@@ -86,13 +87,19 @@ func (l *link) close() {
 // Capabilities implements runtime.Runtime.
 func (c *Client) Capabilities() runtime.Capabilities { return c.hello.Capabilities }
 
-// PublicKey verifies what SignDigest signs.
+// PublicKey verifies what SignHead signs.
 func (c *Client) PublicKey() ed25519.PublicKey { return ed25519.PublicKey(c.hello.PublicKey) }
 
-// SignDigest lets the room sign; see audit.Signer.
-func (c *Client) SignDigest(ctx context.Context, digest [32]byte) ([]byte, error) {
-	r, err := c.one(ctx, request{Op: opSign, Digest: digest[:]})
-	return r.Signature, err
+// SignHead lets the room sign; see audit.Signer.
+func (c *Client) SignHead(ctx context.Context, chain string, seq uint64, hash []byte) (audit.Head, error) {
+	r, err := c.one(ctx, request{Op: opSign, Chain: chain, Seq: seq, Hash: hash})
+	if err == nil && r.Head == nil {
+		err = errAnswer
+	}
+	if err != nil {
+		return audit.Head{}, err
+	}
+	return *r.Head, nil
 }
 
 // Facts tells what the host has.

@@ -3,7 +3,6 @@ package host
 import (
 	"bufio"
 	"context"
-	"crypto/ed25519"
 	"fmt"
 	"net"
 	"os"
@@ -14,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/space-platform/space/internal/audit"
 	"github.com/space-platform/space/internal/runtime"
 	"github.com/space-platform/space/internal/sandbox"
 	"github.com/space-platform/space/internal/template"
@@ -325,10 +325,11 @@ func (s *Server) build(ctx context.Context, c *net.UnixConn, q request) error {
 }
 
 func (s *Server) sign(_ context.Context, c *net.UnixConn, q request) error {
-	if len(q.Digest) != 32 {
-		return fmt.Errorf("%w: a digest of %d bytes", ErrRefused, len(q.Digest))
+	h, err := s.heads.sign(audit.Head{Chain: q.Chain, Seq: q.Seq, Hash: q.Hash}, time.Now())
+	if err != nil {
+		return err
 	}
-	return s.last(c, reply{Signature: ed25519.Sign(s.key, q.Digest)})
+	return s.last(c, reply{Head: &h})
 }
 
 func (s *Server) facts(ctx context.Context, c *net.UnixConn, _ request) error {

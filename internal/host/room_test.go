@@ -2,7 +2,6 @@ package host
 
 import (
 	"context"
-	"crypto/ed25519"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -19,6 +18,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/space-platform/space/internal/audit"
 	"github.com/space-platform/space/internal/runtime"
 	"github.com/space-platform/space/internal/sandbox"
 	"github.com/space-platform/space/internal/template"
@@ -284,10 +284,11 @@ func TestCalls(t *testing.T) {
 	if f, err := c.Facts(ctx); err != nil || f.CPUs < 1 || f.MemoryBytes == 0 || f.DiskFree == 0 || f.Machines != 1 || f.MaxMachines != 3 {
 		t.Errorf("facts %+v %v", f, err)
 	}
-	sum := [32]byte{1, 2, 3}
-	sig, err := c.SignDigest(ctx, sum)
-	if err != nil || !ed25519.Verify(c.PublicKey(), sum[:], sig) {
-		t.Errorf("signature %x %v", sig, err)
+	if h, err := c.SignHead(ctx, "control", 3, make([]byte, 32)); err != nil || h.Seq != 3 || !h.Check(c.PublicKey()) {
+		t.Errorf("head %+v %v", h, err)
+	}
+	if _, err := c.SignHead(ctx, "control", 2, make([]byte, 32)); !errors.Is(err, audit.ErrSigned) {
+		t.Errorf("a lower head: %v", err)
 	}
 	if list, err := c.List(ctx); err != nil || len(list) != 1 || list[0].Spec.ID != id {
 		t.Errorf("list %+v %v", list, err)
@@ -424,7 +425,7 @@ func TestStrictRequests(t *testing.T) {
 		`{"version":1,"op":"destroy","id":"i/../../../../../etc"}`, `{"version":1,"op":"destroy","id":""}`,
 		`{"version":1,"op":"create","id":"` + id + `","template":"` + digest + `"}`,
 		`{"version":1,"op":"create","id":"` + id + `","template":"` + digest + `","resources":{"milli_cpu":1,"args":["x"]}}`,
-		`{"version":1,"op":"sign","digest":"AAAA"}`, `{"version":1,"op":"build","template":"https://x/y"}`,
+		`{"version":1,"op":"sign","digest":"AAAA"}`, `{"version":1,"op":"sign","chain":"control","seq":1,"hash":"AAAA"}`, `{"version":1,"op":"build","template":"https://x/y"}`,
 		`{"version":1,"op":"resolve","template":"` + strings.Repeat("a", 60000) + `"}`,
 		strings.Repeat(" ", MaxMessage+1),
 	} {

@@ -69,10 +69,11 @@ const (
 
 // Server is the room.
 type Server struct {
-	conf Config
-	key  ed25519.PrivateKey
-	room string
-	wg   sync.WaitGroup
+	conf  Config
+	key   ed25519.PrivateKey
+	heads *heads
+	room  string
+	wg    sync.WaitGroup
 
 	mu       sync.Mutex
 	calls    int                 // guarded by mu
@@ -97,10 +98,14 @@ func NewServer(conf Config) (*Server, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Server{conf: conf, key: key, room: sandbox.Random(16), creating: map[sandbox.ID]bool{}}, nil
+	heads, err := loadHeads(conf.KeyDir, key)
+	if err != nil {
+		return nil, err
+	}
+	return &Server{conf: conf, key: key, heads: heads, room: sandbox.Random(16), creating: map[sandbox.ID]bool{}}, nil
 }
 
-// PublicKey verifies what SignDigest signs.
+// PublicKey verifies what the room signs.
 func (s *Server) PublicKey() ed25519.PublicKey { return s.key.Public().(ed25519.PublicKey) }
 
 // Listen makes the room's socket at path, for members of group gid (a socket

@@ -12,8 +12,8 @@
 // # What a peer can say
 //
 // The kernel tells the peer's uid. A request holds an operation's name, a
-// sandbox id, sizes within the room's bounds, a template's digest or name, a
-// digest to sign. There is no field for a path, an argument list, a document,
+// sandbox id, sizes within the room's bounds, a template's digest or name, the
+// number and hash of an audit record to sign, once and never a lower one. There is no field for a path, an argument list, a document,
 // an environment or a rule, so nothing of that kind can be smuggled in.
 // Descriptors sent by a peer are never received.
 //
@@ -32,6 +32,7 @@ import (
 	"io"
 	"strings"
 
+	"github.com/space-platform/space/internal/audit"
 	"github.com/space-platform/space/internal/runtime"
 	"github.com/space-platform/space/internal/sandbox"
 	"github.com/space-platform/space/internal/template"
@@ -62,7 +63,7 @@ const (
 	opTemplates op = "templates" // → template, many times
 	opResolve   op = "resolve"   // template → template
 	opBuild     op = "build"     // template → progress, many times, then template
-	opSign      op = "sign"      // digest → signature
+	opSign      op = "sign"      // chain, seq, hash → head
 	opFacts     op = "facts"     // → facts
 	opSweep     op = "sweep"     // → lines
 )
@@ -75,8 +76,10 @@ type request struct {
 	// Template is a digest ("sha256:<hex>") or a name ("base:latest").
 	Template  string             `json:"template,omitempty"`
 	Resources *sandbox.Resources `json:"resources,omitempty"`
-	// Digest is 32 bytes to sign.
-	Digest []byte `json:"digest,omitempty"`
+	// Chain, Seq and Hash (32 bytes) name the end of an audit chain to sign.
+	Chain string `json:"chain,omitempty"`
+	Seq   uint64 `json:"seq,omitempty"`
+	Hash  []byte `json:"hash,omitempty"`
 }
 
 // reply is one message of an answer; the last one has Done.
@@ -87,15 +90,15 @@ type reply struct {
 	// one may be stale.
 	Room string `json:"room,omitempty"`
 
-	Hello     *hello          `json:"hello,omitempty"`
-	Status    *runtime.Status `json:"status,omitempty"`
-	Stats     *runtime.Stats  `json:"stats,omitempty"`
-	Exit      *runtime.Exit   `json:"exit,omitempty"`
-	Template  *template.Info  `json:"template,omitempty"`
-	Progress  string          `json:"progress,omitempty"`
-	Signature []byte          `json:"signature,omitempty"`
-	Facts     *Facts          `json:"facts,omitempty"`
-	Lines     []string        `json:"lines,omitempty"`
+	Hello    *hello          `json:"hello,omitempty"`
+	Status   *runtime.Status `json:"status,omitempty"`
+	Stats    *runtime.Stats  `json:"stats,omitempty"`
+	Exit     *runtime.Exit   `json:"exit,omitempty"`
+	Template *template.Info  `json:"template,omitempty"`
+	Progress string          `json:"progress,omitempty"`
+	Head     *audit.Head     `json:"head,omitempty"`
+	Facts    *Facts          `json:"facts,omitempty"`
+	Lines    []string        `json:"lines,omitempty"`
 }
 
 type hello struct {
@@ -150,6 +153,7 @@ var errorCodes = []struct {
 	{"template_invalid", template.ErrInvalid},
 	{"template_corrupt", template.ErrCorrupt},
 	{"template_host", template.ErrHost},
+	{"signed", audit.ErrSigned},
 	{"refused", ErrRefused},
 	{"busy", ErrBusy},
 	{"canceled", context.Canceled},

@@ -61,7 +61,8 @@ func (l Layout) NodeDB() string { return filepath.Join(l.State(), "node.db") }
 // Journals is where session journals are kept.
 func (l Layout) Journals() string { return filepath.Join(l.State(), "journals") }
 
-// AuditHeads is the file of signed audit heads.
+// AuditHeads is the file with all signed audit heads; the last of each chain is
+// also where only the host room can write (host.HeadsFile in Room).
 func (l Layout) AuditHeads() string { return filepath.Join(l.State(), "audit-heads.jsonl") }
 
 // AdminKey is the file of the first key.
