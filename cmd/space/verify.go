@@ -168,7 +168,8 @@ func records(ctx context.Context, l layout.Layout, chain string) iter.Seq2[audit
 			if err := privilege.Start(cmd, uid, gid); err != nil {
 				return fmt.Errorf("read the records as user space: %w", err)
 			}
-			for r, err := range audit.ReadRecords(out) {
+			// Not the pipe itself: it has Seek, which fails.
+			for r, err := range audit.ReadRecords(struct{ io.Reader }{out}) {
 				if !yield(r, err) || err != nil {
 					cancel()
 					_ = cmd.Wait()
