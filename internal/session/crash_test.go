@@ -17,7 +17,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
@@ -114,6 +113,10 @@ func child(conf string) error {
 	if err != nil {
 		return err
 	}
+	go func() { // until the parent is gone
+		_, _ = io.Copy(io.Discard, os.Stdin)
+		os.Exit(1)
+	}()
 	fmt.Println(l.Addr())
 	return http.Serve(l, mux)
 }
@@ -144,7 +147,10 @@ func (v *victim) start(failpoints string) {
 	v.cmd = exec.Command(os.Args[0])
 	v.cmd.Env = append(os.Environ(), childEnv+"="+string(conf), "SPACE_FAILPOINTS="+failpoints)
 	v.cmd.Stderr = os.Stderr
-	v.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	// The child ends when this pipe does. Not by a parent-death signal: that follows
+	// a thread, and threads of tests that run beside this one come and go.
+	_, err = v.cmd.StdinPipe()
+	must(v.t, err)
 	out, err := v.cmd.StdoutPipe()
 	must(v.t, err)
 	must(v.t, v.cmd.Start())

@@ -48,6 +48,7 @@ func (m *Manager) Exec(ctx context.Context, t tenant.ID, r ExecRequest) (ExecRes
 	if r.Command.Stdin {
 		feed, stop := context.WithCancel(ctx)
 		defer stop()
+		defer context.AfterFunc(m.ctx, stop)()
 		m.wg.Go(func() { l.feed(feed, r.StdinData) })
 	}
 	out, err := l.collect(ctx, r.MaxOutput)
@@ -192,6 +193,9 @@ func (l *live) collect(ctx context.Context, most int64) (ExecResult, error) {
 		if errors.Is(err, io.EOF) {
 			break
 		}
+		if errors.Is(err, journal.ErrClosed) && l.m.ctx.Err() != nil {
+			return out, errClosing
+		}
 		if errors.Is(err, journal.ErrClosed) {
 			return out, errGone
 		}
@@ -287,7 +291,7 @@ func (m *Manager) stream(ctx context.Context, t tenant.ID, id sandbox.SessionID,
 	m.readers[id.Sandbox()]++
 	m.mu.Unlock()
 	m.metrics.readers.Inc()
-	return &Stream{source: src, l: l, epoch: l.row.epoch}, nil
+	return &Stream{source: src, l: l, epoch: l.epoch}, nil
 }
 
 // Epoch of the stream's event ids.
@@ -306,7 +310,7 @@ func (s *Stream) Close() {
 		delete(m.readers, id)
 	}
 	m.mu.Unlock()
-	m.Ledger.Refund(s.l.row.tenant, id, quota.Readers, 1)
+	m.Ledger.Refund(s.l.tenant, id, quota.Readers, 1)
 	m.metrics.readers.Dec()
 	m.Activity(id)
 	m.release(s.l)

@@ -22,6 +22,9 @@ import (
 type live struct {
 	m  *Manager
 	id sandbox.SessionID
+	// Of the row, and like the id they never change.
+	tenant tenant.ID
+	epoch  uint64
 
 	refs    int // guarded by Manager.mu; the pump holds one
 	readers int // guarded by Manager.mu: open streams
@@ -48,7 +51,7 @@ type live struct {
 }
 
 func (m *Manager) newLive(r row) (*live, error) {
-	l := &live{m: m, id: r.id, row: r, stdin: r.stdinOffset, kick: make(chan struct{}, 1), up: make(chan struct{}),
+	l := &live{m: m, id: r.id, tenant: r.tenant, epoch: r.epoch, row: r, stdin: r.stdinOffset, kick: make(chan struct{}, 1), up: make(chan struct{}),
 		ended: make(chan struct{}), done: make(chan struct{})}
 	if r.exit != nil {
 		l.markUp()
@@ -66,7 +69,7 @@ func (m *Manager) acquire(ctx context.Context, t tenant.ID, id sandbox.SessionID
 		m.mu.Lock()
 		if l := m.lives[id]; l != nil && !m.closed {
 			defer m.mu.Unlock()
-			if l.row.tenant != t { // never changes
+			if l.tenant != t {
 				return nil, errNotFound
 			}
 			l.refs++

@@ -132,7 +132,7 @@ func (l *live) unprepare() {
 
 // boot finds the guest and which boot of it answers.
 func (m *Manager) boot(ctx context.Context, l *live) (guestclient.Guest, string, error) {
-	g, err := m.Guests.Guest(ctx, l.row.tenant, l.row.sandbox)
+	g, err := m.Guests.Guest(ctx, l.tenant, l.id.Sandbox())
 	if err != nil {
 		return nil, "", err
 	}
@@ -145,7 +145,7 @@ func (m *Manager) boot(ctx context.Context, l *live) (guestclient.Guest, string,
 
 // reload takes the row as the database has it: somebody else moved it.
 func (l *live) reload(ctx context.Context) error {
-	r, err := l.m.rowOf(ctx, l.row.tenant, l.id)
+	r, err := l.m.rowOf(ctx, l.tenant, l.id)
 	if err != nil {
 		return err
 	}
@@ -466,6 +466,9 @@ func (l *live) finish(e Exit) {
 	}
 	l.mu.Lock()
 	j := l.journal
+	if l.killed && e.Cause == CauseSignal { // by us, because the guest had not
+		e.Cause = CauseTimeLimit
+	}
 	l.mu.Unlock()
 	if e.At.IsZero() {
 		e.At = m.now()
