@@ -3,7 +3,7 @@
 //
 // Every mutation carries an idempotency key that the client makes when the
 // caller gives none, so that a call which failed on the way is repeated safely.
-// Calls end when their context ends.
+// Exec alone is sent once. Calls end when their context ends.
 package client
 
 import (
@@ -17,6 +17,7 @@ import (
 	"io"
 	"net/http"
 	"net/url"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -107,6 +108,9 @@ type CallOption func(*call)
 type call struct {
 	idem string
 	wait time.Duration
+	// once: never sent twice. No idempotency key either: net/http repeats by itself
+	// what has one.
+	once bool
 }
 
 // IdempotencyKey names the mutation, so that a repeat by another process is the same one.
@@ -145,14 +149,14 @@ func (c *Client) do(ctx context.Context, method, path string, q url.Values, in, 
 			return fmt.Errorf("client: %w", err)
 		}
 	}
-	if method != http.MethodGet && o.idem == "" {
+	if method != http.MethodGet && o.idem == "" && !o.once {
 		o.idem = newKey()
 	}
 	var err error
 	for try := 1; ; try++ {
 		var again time.Duration
 		again, err = c.once(ctx, method, c.base+path, body, o.idem, out)
-		if err == nil || again < 0 || try >= c.attempts || ctx.Err() != nil {
+		if err == nil || again < 0 || try >= c.attempts || o.once || ctx.Err() != nil {
 			return err
 		}
 		if again == 0 {
@@ -374,8 +378,11 @@ func (c *Client) RevokeAttach(ctx context.Context, session string) error {
 }
 
 // Exec runs a command and returns its whole result. When ctx ends first the
-// command is killed by the server.
+// command is killed by the server. It is tried once, whatever WithAttempts says:
+// after a lost answer nobody knows whether the command ran, and a repeat would
+// run it again. Who needs that uses CreateSession and Attach.
 func (c *Client) Exec(ctx context.Context, sandbox string, in spaceapi.Exec, opts ...CallOption) (out spaceapi.ExecResult, err error) {
+	opts = append(slices.Clone(opts), func(o *call) { o.once = true })
 	return out, c.do(ctx, "POST", "/v1/sandboxes/"+seg(sandbox)+"/exec", nil, in, &out, opts...)
 }
 

@@ -253,3 +253,29 @@ func TestAwaitOperation(t *testing.T) {
 		t.Errorf("%v", err)
 	}
 }
+
+// A command that may have run is not run again because its answer was lost.
+func TestExecIsSentOnce(t *testing.T) {
+	lost := func(w http.ResponseWriter, _ *http.Request) {
+		c, _, err := w.(http.Hijacker).Hijack()
+		if err == nil {
+			_ = c.Close()
+		}
+	}
+	first := ok(spaceapi.Health{Status: "ok"}) // so that the lost answer is on a kept connection
+	for name, answer := range map[string]http.HandlerFunc{"lost": lost, "unavailable": refuse(503, "node_stopping", true), "gateway": refuse(502, "", true)} {
+		t.Run(name, func(t *testing.T) {
+			s, url := serve(t, first, answer)
+			c := client.New(url, "spk_test")
+			_, err := c.Health(context.Background())
+			must(t, err)
+			if _, err := c.Exec(context.Background(), "box", spaceapi.Exec{Command: spaceapi.Command{Shell: "date >> log"}}); err == nil {
+				t.Fatal("no error")
+			}
+			got := s.requests()
+			if len(got) != 2 || got[1].path != "/v1/sandboxes/box/exec" || got[1].idem != "" {
+				t.Fatalf("sent %+v", got)
+			}
+		})
+	}
+}
