@@ -183,6 +183,9 @@ func (r *Reconciler) reconcile(ctx context.Context, ref store.Ref, f *flight) (s
 		}
 		if unknown && row.Desired != sandbox.Deleted && row.Class != "" {
 			// It had run: making it anew would pass off an empty machine as the old one.
+			if row.Observed == sandbox.Failed && row.Converged >= row.Generation {
+				return true, nil // told already; only a request goes on from here
+			}
 			if err := r.lost(ctx, row); err != nil {
 				return false, err
 			}
