@@ -289,7 +289,7 @@ func failAll(open []operation.Operation, p *operation.Problem) {
 // bury makes the row its own tombstone.
 func (r *Reconciler) bury(row *store.Sandbox, open []operation.Operation, now time.Time) *audit.Entry {
 	row.Observed, row.DeletedAt, row.Converged = sandbox.Deleted, now, row.Generation
-	row.SealedEnv = nil // tenant data ends with the sandbox
+	row.SealedEnv, row.Metadata = nil, nil // tenant data ends with the sandbox
 	closeOps(open)
 	return &audit.Entry{
 		At: now, Tenant: row.Tenant.String(), Actor: "reconciler", Action: "sandbox.deleted", Target: string(row.ID),

@@ -125,7 +125,7 @@ func TestEnvironmentIsSealed(t *testing.T) {
 	w.verb(t, s.ID, sandbox.Delete, 0)
 	w.settle(t)
 	row, _ = w.store.Sandbox(t.Context(), w.p.Tenant, s.ID)
-	if row.DeletedAt.IsZero() || len(row.SealedEnv) != 0 {
+	if row.DeletedAt.IsZero() || len(row.SealedEnv) != 0 || len(row.Metadata) != 0 {
 		t.Errorf("after delete: %+v", row)
 	}
 }
@@ -158,6 +158,31 @@ func TestDeniedWithoutScope(t *testing.T) {
 	}
 	_, err := w.svc.GetSandbox(ctx, Principal{}, id)
 	wantCode(t, err, "unauthenticated")
+}
+
+// A key mints no data token that is wider than itself.
+func TestDataTokensAreNoWiderThanTheirKey(t *testing.T) {
+	w, _ := stepped(t)
+	id := string(w.up(t, CreateSandbox{}).ID)
+	for _, c := range []struct {
+		key    auth.Scope
+		wish   []string
+		denied bool
+	}{
+		{auth.Exec, []string{"exec", "port"}, false},
+		{auth.Exec, []string{"files:r"}, true},
+		{auth.Exec, []string{"exec", "files:rw"}, true},
+		{auth.FilesRead, []string{"files:r"}, false},
+		{auth.FilesRead, []string{"files:rw"}, true},
+		{auth.FilesWrite, []string{"files:r", "files:rw"}, false},
+		{auth.FilesWrite, []string{"exec"}, true},
+		{auth.Admin, []string{"exec", "files:rw", "port"}, false},
+	} {
+		p := w.principal(t, "default", "key-"+string(c.key), c.key)
+		if _, err := w.svc.MintDataToken(t.Context(), p, Request{}, id, c.wish, 0); fault.IsClass(err, fault.Denied) != c.denied || !c.denied && err != nil {
+			t.Errorf("%s asks for %v: %v", c.key, c.wish, err)
+		}
+	}
 }
 
 func second[A any](_ A, err error) error { return err }

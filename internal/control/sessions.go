@@ -5,6 +5,7 @@ import (
 	"errors"
 	"time"
 
+	"github.com/space-platform/space/internal/auth"
 	"github.com/space-platform/space/internal/fault"
 	"github.com/space-platform/space/internal/node"
 	"github.com/space-platform/space/internal/sandbox"
@@ -268,18 +269,19 @@ func (s *Service) RevokeAttachTokens(ctx context.Context, p Principal, req Reque
 
 // MintDataToken implements API.
 func (s *Service) MintDataToken(ctx context.Context, p Principal, req Request, ref string, scopes []string, ttl time.Duration) (session.Token, error) {
-	if err := s.require(p, scopeExec, "token.mint", ref, req.ID); err != nil {
-		return session.Token{}, err
-	}
+	need := map[string]auth.Scope{"files:r": auth.FilesRead, "files:rw": auth.FilesWrite, "exec": scopeExec, "port": scopeExec}
 	if len(scopes) == 0 {
 		return session.Token{}, invalid("invalid_scope", "a data token needs a scope").Do("use files:r, files:rw, exec or port")
 	}
 	for _, sc := range scopes {
-		switch sc {
-		case "files:r", "files:rw", "exec", "port":
-		default:
+		scope, ok := need[sc]
+		if !ok {
 			return session.Token{}, invalid("invalid_scope", "%s is not a scope of data tokens", quote(sc)).
 				Do("use files:r, files:rw, exec or port")
+		}
+		// A key mints nothing wider than itself.
+		if err := s.require(p, scope, "token.mint", ref, req.ID); err != nil {
+			return session.Token{}, err
 		}
 	}
 	row, err := s.ready(ctx, p, ref)
