@@ -13,6 +13,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -20,6 +21,8 @@ import (
 	"time"
 
 	"github.com/space-platform/space/client"
+	"github.com/space-platform/space/internal/cgroup"
+	"github.com/space-platform/space/internal/disk"
 	"github.com/space-platform/space/internal/layout"
 	"github.com/space-platform/space/internal/template/templatetest"
 )
@@ -179,11 +182,10 @@ func (s *Server) start() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.room != nil {
-		select {
-		case <-s.done:
-		default:
+		if alive(s.room.Process.Pid) {
 			return nil
 		}
+		<-s.done
 	}
 	log, err := os.OpenFile(s.log, os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
 	if err != nil {
@@ -267,16 +269,21 @@ func (s *Server) Kill(pid int) {
 
 // Ended waits for the end of a process, at most d.
 func Ended(pid int, d time.Duration) bool {
-	for end := time.Now().Add(d); time.Now().Before(end); time.Sleep(2 * time.Millisecond) {
-		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-		if err != nil {
-			return true
-		}
-		if i := bytes.LastIndexByte(b, ')'); i > 0 && i+2 < len(b) && b[i+2] == 'Z' {
-			return true // whoever is to wait for it does so some time
+	for end := time.Now().Add(d); alive(pid); time.Sleep(2 * time.Millisecond) {
+		if time.Now().After(end) {
+			return false
 		}
 	}
-	return false
+	return true
+}
+
+func alive(pid int) bool {
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return false
+	}
+	i := bytes.LastIndexByte(b, ')')
+	return i < 0 || i+2 >= len(b) || b[i+2] != 'Z' // whoever is to wait for a dead one does so some time
 }
 
 // Arm makes the next process that passes the failpoint die there, once.
@@ -398,10 +405,37 @@ func (s *Server) Close() (trouble []string) {
 	for _, l := range s.Gone("", 5*time.Second) {
 		trouble = append(trouble, "left on the host: "+l)
 	}
-	if len(trouble) == 0 {
-		for _, p := range []string{s.Layout.Run, s.Layout.Data, s.points, s.log} {
-			note(os.RemoveAll(p))
-		}
+	if len(trouble) > 0 {
+		s.purge() // the next test is not to suffer
+	} else {
+		note(os.Remove(s.log))
+	}
+	for _, p := range []string{s.Layout.Run, s.Layout.Data, s.points} {
+		note(os.RemoveAll(p))
 	}
 	return trouble
+}
+
+// purge takes by force off the host what a broken server has left; the log stays.
+func (s *Server) purge() {
+	for pid := range Processes(s.Layout.Run) {
+		s.Kill(pid)
+	}
+	for _, dir := range []string{s.Layout.Run, s.Layout.Data} {
+		mounts, _ := disk.Mounts(dir) // all of this is a try
+		slices.Sort(mounts)
+		slices.Reverse(mounts)
+		for _, m := range mounts {
+			_ = syscall.Unmount(m, syscall.MNT_DETACH)
+		}
+	}
+	for _, pattern := range []string{"*/", ""} {
+		groups, _ := filepath.Glob(filepath.Join(cgroup.DefaultRoot, pattern+CgroupParent(s.Layout.Data)))
+		for _, g := range groups {
+			inner, _ := filepath.Glob(g + "/*/")
+			for _, dir := range append(inner, g) {
+				_ = syscall.Rmdir(dir)
+			}
+		}
+	}
 }
