@@ -130,7 +130,7 @@ func ephemeral(ctx context.Context, l layout.Layout, stderr io.Writer) (io.Close
 			started = true
 		}
 		if layout.Holder(l.HostLock()) == 0 && wait > 2*time.Second {
-			return nil, fmt.Errorf("the server did not start: see %s", ephemeralLog(l))
+			return nil, fmt.Errorf("the server did not start%s (its log is %s)", lastWords(ephemeralLog(l)), ephemeralLog(l))
 		}
 		select {
 		case <-ctx.Done():
@@ -145,6 +145,21 @@ type noLease struct{}
 func (noLease) Close() error { return nil }
 
 func ephemeralLog(l layout.Layout) string { return filepath.Join(l.Host(), "ephemeral.log") }
+
+// lastWords gives what the server said for people before it ended, after a colon.
+func lastWords(log string) string {
+	b, err := os.ReadFile(log)
+	if err != nil {
+		return ""
+	}
+	said := ""
+	for line := range strings.Lines(string(b)) {
+		if text, ok := strings.CutPrefix(strings.TrimSpace(line), "space: "); ok && !strings.Contains(text, "admin key") {
+			said = ": " + text
+		}
+	}
+	return said
+}
 
 func startEphemeral(l layout.Layout) error {
 	// Above the data directory others must be able to pass; `space up` mends the rest.
