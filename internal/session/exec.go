@@ -96,10 +96,7 @@ func (m *Manager) execStart(ctx context.Context, t tenant.ID, r CreateRequest) (
 	}
 	now := m.now()
 	rw.state, rw.guestBoot, rw.hostBoot, rw.startedAt = Starting, known.epoch, m.HostBoot, now
-	l, err := m.newLive(rw)
-	if err != nil {
-		return nil, err
-	}
+	l := m.newLive(rw)
 	m.mu.Lock()
 	l.refs = 1
 	m.lives[rw.id] = l // before the row is there: nobody can know the id

@@ -50,7 +50,7 @@ type live struct {
 	acks acker
 }
 
-func (m *Manager) newLive(r row) (*live, error) {
+func (m *Manager) newLive(r row) *live {
 	l := &live{m: m, id: r.id, tenant: r.tenant, epoch: r.epoch, row: r, stdin: r.stdinOffset, kick: make(chan struct{}, 1), up: make(chan struct{}),
 		ended: make(chan struct{}), done: make(chan struct{})}
 	if r.exit != nil {
@@ -58,7 +58,7 @@ func (m *Manager) newLive(r row) (*live, error) {
 		close(l.ended)
 		close(l.done)
 	}
-	return l, nil
+	return l
 }
 
 func (l *live) markUp() { l.upSet.Do(func() { close(l.up) }) }
@@ -87,10 +87,7 @@ func (m *Manager) acquire(ctx context.Context, t tenant.ID, id sandbox.SessionID
 		if r.exit == nil && r.state != Created {
 			continue // it was started since we looked: it is in memory, or has ended
 		}
-		l, err := m.newLive(r)
-		if err != nil {
-			return nil, err
-		}
+		l := m.newLive(r)
 		m.mu.Lock()
 		if m.lives[id] == nil {
 			m.lives[id] = l

@@ -247,10 +247,7 @@ func (m *Manager) removeStrays(known map[string]bool) error {
 
 // resume goes on with a session that was starting or running.
 func (m *Manager) resume(r row) error {
-	l, err := m.newLive(r)
-	if err != nil {
-		return err
-	}
+	l := m.newLive(r)
 	l.recovered = true
 	if err := l.openJournal(true); err != nil {
 		return err

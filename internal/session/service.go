@@ -72,7 +72,8 @@ type Command struct {
 // Exit is the true end of a session; set once, after the process is gone and
 // after all its output.
 type Exit struct {
-	// Cause: exited, signal, time_limit, out_of_memory, sandbox_lost, expired.
+	// Cause: exited, signal, time_limit, out_of_memory, sandbox_lost, expired, or
+	// start_failed (no process ever existed; Reason begins with the guest's code).
 	Cause  string    `json:"cause"`
 	Code   int       `json:"code"`             // 128+n for signals; -1 when the process's end is not known
 	Signal string    `json:"signal,omitempty"` // SIGKILL
