@@ -39,6 +39,7 @@ var (
 func TestMain(m *testing.M) {
 	code := m.Run()
 	if sharedOne != nil {
+		log := sharedOne.Log()
 		trouble := sharedOne.Close()
 		for _, s := range trouble {
 			fmt.Fprintln(os.Stderr, "the shared server:", s)
@@ -47,7 +48,7 @@ func TestMain(m *testing.M) {
 			code = 1
 		}
 		if code != 0 {
-			fmt.Fprintf(os.Stderr, "log of the shared server:\n%s\n", sharedOne.Log())
+			fmt.Fprintf(os.Stderr, "log of the shared server:\n%s\n", log)
 		}
 	}
 	server.RemoveBinary()
@@ -276,18 +277,4 @@ func exited(t testing.TB, st *client.Stream, code int) *whole {
 		t.Fatalf("the session ended with %+v, %+v, not with exit code %d", w.Exit, w.Ended, code)
 	}
 	return w
-}
-
-// sequence checks that text is the numbers 1 to n, a line each.
-func sequence(t testing.TB, text string, n int) {
-	t.Helper()
-	i := 0
-	for line := range strings.Lines(text) {
-		if i++; line != fmt.Sprintln(i) {
-			t.Fatalf("line %d is %.40q", i, line)
-		}
-	}
-	if i != n {
-		t.Fatalf("%d lines, not %d", i, n)
-	}
 }
