@@ -17,6 +17,7 @@ var revealers = map[string]string{
 	"internal/auth":    "hashes a presented key; writes the first admin key to its file",
 	"internal/cli":     "shows a minted key to its owner, once; sends it as bearer",
 	"internal/httpapi": "answers a minted key or token to its owner, once",
+	"cmd/space":        "shows the first admin key to the operator, once",
 	"internal/control": "hands a minted key to the front door",
 	"internal/session": "sends a tenant's environment to the guest that it is for",
 }
