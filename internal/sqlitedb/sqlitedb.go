@@ -10,7 +10,10 @@
 //     Write for another one: it would wait for itself.
 //  3. Transactions on Write begin IMMEDIATE, so a read inside one is never
 //     overtaken by another writer, and commit never meets a stale snapshot.
-//  4. Each package that keeps tables in a file has its own migrations and its own
+//  4. What is deleted is overwritten in the file with zeros, so that it does not
+//     stay in free pages. The log still has it until a checkpoint has passed and
+//     the log begins again: after some 4 MiB more of writing, or at the next Close.
+//  5. Each package that keeps tables in a file has its own migrations and its own
 //     version table (Migrate).
 package sqlitedb
 
@@ -54,7 +57,7 @@ func Open(path string) (*DB, error) {
 	if err := prepare(abs); err != nil {
 		return nil, fmt.Errorf("sqlitedb: prepare database file: %w", err)
 	}
-	write, err := sql.Open("sqlite", dsn(abs, "rw", "immediate", "journal_mode(WAL)", "synchronous(FULL)"))
+	write, err := sql.Open("sqlite", dsn(abs, "rw", "immediate", "journal_mode(WAL)", "synchronous(FULL)", "secure_delete(1)"))
 	if err != nil {
 		return nil, fmt.Errorf("sqlitedb: %w", err)
 	}

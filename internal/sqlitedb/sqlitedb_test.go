@@ -39,6 +39,35 @@ func count(t *testing.T, db *sql.DB, table string) int {
 	return n
 }
 
+// Tenant data that was deleted is not found in the file again.
+func TestDeletedContentIsOverwritten(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "x.db")
+	db, err := Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, q := range []string{
+		"CREATE TABLE a (n INTEGER PRIMARY KEY, t TEXT)",
+		"INSERT INTO a SELECT value, 'PLANTED-' || value || hex(zeroblob(3000)) FROM (WITH RECURSIVE c(value) AS (SELECT 1 UNION ALL SELECT value+1 FROM c WHERE value<200) SELECT value FROM c)",
+		"UPDATE a SET t = 'short' WHERE n % 2 = 0",
+		"DELETE FROM a WHERE n % 2 = 1",
+	} {
+		if err := db.Update(t.Context(), exec(q)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := db.Close(); err != nil {
+		t.Fatal(err)
+	}
+	b, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if n := strings.Count(string(b), "PLANTED"); n > 0 {
+		t.Errorf("%d deleted values are still in the file", n)
+	}
+}
+
 func TestSettings(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "odd name ?#%41&.db")
 	db := open(t, path)
