@@ -21,6 +21,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
 
 	"github.com/space-platform/space/internal/audit"
 	"github.com/space-platform/space/internal/auth"
@@ -383,8 +384,13 @@ func listen(ctx context.Context, l layout.Layout, o serveOptions, c *controlSide
 
 func announce(first auth.First, apiURL, dataURL string, log *slog.Logger) {
 	log.Info("serving", "api", apiURL, "data", dataURL, "version", version)
-	if first.New {
+	// Where this is not read by somebody but kept, in a log, the key does not belong.
+	_, err := unix.IoctlGetTermios(int(os.Stderr.Fd()), unix.TCGETS)
+	switch {
+	case first.New && err == nil:
 		fmt.Fprintf(os.Stderr, "space: the admin key, shown once (kept in %s): %s\n", first.Path, first.Key.Reveal())
+	case first.New:
+		fmt.Fprintf(os.Stderr, "space: the admin key is in %s\n", first.Path)
 	}
 	ready := os.NewFile(3, "ready")
 	if ready != nil {

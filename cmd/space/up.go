@@ -156,9 +156,9 @@ func up(ctx context.Context, l layout.Layout, o upOptions) (err error) {
 	}
 	err = child.run(runCtx)
 	if o.ephemeral || o.stopOnExit {
-		err = errors.Join(err, stopAll(roomCtx, driver, log), leave(roomCtx, driver, templates))
+		err = errors.Join(err, stopAll(roomCtx, driver, log))
 	}
-	return err
+	return errors.Join(err, leave(roomCtx, driver, templates))
 }
 
 // leave gives back what the host keeps for later sandboxes (mounted templates,
