@@ -112,13 +112,14 @@ func TestKilledAtEveryFailpoint(t *testing.T) {
 			t.Fatalf("%s: the victim was not killed there: %v\n%s", point, err, out)
 		}
 		r := w.Open()
-		m, err := r.Adopt(ctx, spec.ID)
+		_, err = r.Adopt(ctx, spec.ID)
 		found := err == nil
 		switch {
 		case i%3 == 0: // remove at once
 			ok(t, r.Destroy(ctx, spec.ID))
 		case i%3 == 1 && found && !strings.HasPrefix(point, "gvisor.destroy."): // go on
-			if m, err = r.Create(ctx, spec); err != nil {
+			m, err := r.Create(ctx, spec)
+			if err != nil {
 				t.Fatalf("%s: create again: %v", point, err)
 			}
 			if status(t, m).Condition == runtime.Paused {
