@@ -416,9 +416,15 @@ func (c *Client) Template(ctx context.Context, ref string) (out spaceapi.Templat
 	return out, c.do(ctx, "GET", "/v1/templates/"+seg(ref), nil, nil, &out)
 }
 
-// Audit lists one page of the tenant's audit records, newest first.
-func (c *Client) Audit(ctx context.Context, o ListOptions) (out spaceapi.List[spaceapi.AuditRecord], err error) {
-	return out, c.do(ctx, "GET", "/v1/audit", o.values(), nil, &out)
+// Audit lists one page of the tenant's audit records, newest first. Chain is
+// "control" (what was asked for; the default) or "node" (what sandboxes and
+// sessions did).
+func (c *Client) Audit(ctx context.Context, chain string, o ListOptions) (out spaceapi.List[spaceapi.AuditRecord], err error) {
+	q := o.values()
+	if chain != "" {
+		q.Set("chain", chain)
+	}
+	return out, c.do(ctx, "GET", "/v1/audit", q, nil, &out)
 }
 
 // Nodes lists the nodes.

@@ -58,12 +58,13 @@ type serveOptions struct {
 	insecurePublic   bool
 	logLevel         string
 	overcommit       float64
+	diskOvercommit   float64
 	maxSandboxes     int
 	maxSandboxesEach int
 }
 
 func serveDefaults() serveOptions {
-	return serveOptions{listen: "127.0.0.1:7780", data: "127.0.0.1:7781", logLevel: "info", overcommit: 8, maxSandboxes: 1000, maxSandboxesEach: 1000}
+	return serveOptions{listen: "127.0.0.1:7780", data: "127.0.0.1:7781", logLevel: "info", overcommit: 8, diskOvercommit: 1, maxSandboxes: 1000, maxSandboxesEach: 1000}
 }
 
 func (o *serveOptions) flags(c *cobra.Command) {
@@ -77,6 +78,7 @@ func (o *serveOptions) flags(c *cobra.Command) {
 	f.BoolVar(&o.insecurePublic, "insecure-public", false, "listen on a public address without TLS")
 	f.StringVar(&o.logLevel, "log-level", o.logLevel, "debug, info, warn or error")
 	f.Float64Var(&o.overcommit, "cpu-overcommit", o.overcommit, "CPU given away per CPU of the host")
+	f.Float64Var(&o.diskOvercommit, "disk-overcommit", o.diskOvercommit, "disk given away per free byte of the host at start; above 1 a full host is possible, since images are sparse")
 	f.IntVar(&o.maxSandboxes, "max-sandboxes", o.maxSandboxes, "sandboxes on this node at most")
 	f.IntVar(&o.maxSandboxesEach, "max-sandboxes-per-tenant", o.maxSandboxesEach, "living sandboxes of one tenant at most")
 }
@@ -86,6 +88,7 @@ func (o serveOptions) args() []string {
 	out := []string{
 		"--listen", o.listen, "--listen-data", o.data, "--log-level", o.logLevel,
 		"--cpu-overcommit", strconv.FormatFloat(o.overcommit, 'g', -1, 64),
+		"--disk-overcommit", strconv.FormatFloat(o.diskOvercommit, 'g', -1, 64),
 		"--max-sandboxes", strconv.Itoa(o.maxSandboxes), "--max-sandboxes-per-tenant", strconv.Itoa(o.maxSandboxesEach),
 	}
 	for _, h := range o.hosts {
@@ -230,7 +233,7 @@ func openNode(ctx context.Context, l layout.Layout, o serveOptions, room *host.C
 		Capacity: sandbox.Resources{
 			MilliCPU:    int64(facts.CPUs) * 1000,
 			MemoryBytes: facts.MemoryBytes - facts.MemoryBytes/10, // a tenth stays with the host
-			DiskBytes:   facts.DiskFree * 4,                       // images are sparse
+			DiskBytes:   int64(float64(facts.DiskFree) * o.diskOvercommit),
 		},
 		CPUOvercommit: o.overcommit, MaxSandboxes: o.maxSandboxes,
 	})

@@ -13,6 +13,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -303,9 +304,15 @@ type child struct {
 
 // run keeps one unprivileged side alive until ctx ends, and then ends it. One
 // that outlived an earlier host room is watched instead of started.
+//
+// One that has never served and ends three times in a row has a fault that
+// trying again does not mend, such as a port in use: that ends the room too.
 func (c *child) run(ctx context.Context) error {
 	backoff := 100 * time.Millisecond
-	for {
+	var served atomic.Bool
+	told := c.ready
+	c.ready = func() { served.Store(true); told() }
+	for failures := 0; ; {
 		began := time.Now()
 		err := c.once(ctx)
 		if ctx.Err() != nil {
@@ -313,6 +320,9 @@ func (c *child) run(ctx context.Context) error {
 		}
 		if err != nil {
 			c.log.Error("the unprivileged side ended", "err", err)
+			if failures++; failures == 3 && !served.Load() {
+				return fmt.Errorf("the unprivileged side does not start (its reason is above): %w", err)
+			}
 		}
 		if time.Since(began) > time.Minute {
 			backoff = 100 * time.Millisecond

@@ -380,6 +380,7 @@ func (a *App) templatesCmd() *cobra.Command {
 
 func (a *App) auditCmd() *cobra.Command {
 	var o client.ListOptions
+	var chain string
 	root := &cobra.Command{
 		Use: "audit", Short: "Show who did what; `audit verify` proves the chains offline", Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -387,7 +388,7 @@ func (a *App) auditCmd() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			l, err := c.Audit(cmd.Context(), o)
+			l, err := c.Audit(cmd.Context(), chain, o)
 			if err != nil {
 				return err
 			}
@@ -399,6 +400,7 @@ func (a *App) auditCmd() *cobra.Command {
 			})
 		},
 	}
+	root.Flags().StringVar(&chain, "chain", "control", "control: what was asked for; node: what sandboxes and sessions did")
 	root.Flags().IntVar(&o.Limit, "limit", 50, "at most this many")
 	return root
 }

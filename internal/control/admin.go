@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strconv"
+	"strings"
 
 	"github.com/space-platform/space/internal/audit"
 	"github.com/space-platform/space/internal/auth"
@@ -75,8 +77,14 @@ func (s *Service) ListNodes(ctx context.Context, p Principal) ([]Node, error) {
 	return []Node{{NodeInfo: s.info, Capacity: c}}, nil
 }
 
+// The chains of ListAudit.
+const (
+	ChainControl = "control"
+	ChainNode    = "node"
+)
+
 // ListAudit implements API.
-func (s *Service) ListAudit(ctx context.Context, p Principal, cursor string, limit int) (store.Page[audit.Record], error) {
+func (s *Service) ListAudit(ctx context.Context, p Principal, chain, cursor string, limit int) (store.Page[audit.Record], error) {
 	if err := s.require(p, scopeAudit, "audit.list", "", ""); err != nil {
 		return store.Page[audit.Record]{}, err
 	}
@@ -84,6 +92,30 @@ func (s *Service) ListAudit(ctx context.Context, p Principal, cursor string, lim
 	if err != nil {
 		return store.Page[audit.Record]{}, err
 	}
-	page, err := s.store.AuditEntries(ctx, p.Tenant, cursor, limit)
-	return page, storeFault(err)
+	switch chain {
+	case "", ChainControl:
+		page, err := s.store.AuditEntries(ctx, p.Tenant, cursor, limit)
+		return page, storeFault(err)
+	case ChainNode:
+		return s.nodeAudit(ctx, p, cursor, limit)
+	}
+	return store.Page[audit.Record]{}, invalid("invalid_chain", "there is no audit chain %s", quote(chain)).Do("use control or node")
+}
+
+// nodeAudit pages through the node's chain; the cursor is the last number shown.
+func (s *Service) nodeAudit(ctx context.Context, p Principal, cursor string, limit int) (page store.Page[audit.Record], err error) {
+	var before uint64
+	if cursor != "" {
+		digits, ok := strings.CutPrefix(cursor, "n")
+		if before, err = strconv.ParseUint(digits, 10, 63); err != nil || !ok || before == 0 {
+			return page, storeFault(store.ErrBadCursor)
+		}
+	}
+	if page.Items, err = s.node.Audit(ctx, p.Tenant, before, limit); err != nil {
+		return page, nodeFault(err)
+	}
+	if n := len(page.Items); n == limit && page.Items[n-1].Seq > 1 {
+		page.Next = "n" + strconv.FormatUint(page.Items[n-1].Seq, 10)
+	}
+	return page, nil
 }

@@ -75,7 +75,9 @@ type API interface {
 	// GetTemplate: ref is name:tag or a digest.
 	GetTemplate(ctx context.Context, p Principal, ref string) (template.Info, error)
 	ListNodes(ctx context.Context, p Principal) ([]Node, error)
-	ListAudit(ctx context.Context, p Principal, cursor string, limit int) (store.Page[audit.Record], error)
+	// ListAudit lists the tenant's records of a chain, newest first: ChainControl
+	// (also "") has what was asked for, ChainNode what sandboxes and sessions did.
+	ListAudit(ctx context.Context, p Principal, chain, cursor string, limit int) (store.Page[audit.Record], error)
 	Health(ctx context.Context) (checks map[string]string, ok bool)
 }
 

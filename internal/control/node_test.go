@@ -8,6 +8,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/space-platform/space/internal/audit"
 	"github.com/space-platform/space/internal/clock"
 	"github.com/space-platform/space/internal/fault"
 	"github.com/space-platform/space/internal/node"
@@ -41,6 +42,7 @@ type fakeNode struct {
 	onAdmit   func() // called without mu
 	capacity  error  // answered by Admit
 	sessions  *fakeSessions
+	auditLen  uint64
 
 	violations []string
 }
@@ -363,6 +365,17 @@ func (n *fakeNode) Resolve(_ context.Context, ref string) (template.Info, error)
 		return template.Info{}, fault.New(fault.NotFound, "template_not_found", "there is no template %q", ref)
 	}
 	return template.Info{Reference: "base:latest", Digest: "sha256:base"}, nil
+}
+
+// Audit answers a chain of auditLen records of every tenant.
+func (n *fakeNode) Audit(_ context.Context, t tenant.ID, before uint64, limit int) (out []audit.Record, err error) {
+	if before == 0 || before > n.auditLen {
+		before = n.auditLen + 1
+	}
+	for seq := before - 1; seq > 0 && len(out) < limit; seq-- {
+		out = append(out, audit.Record{Chain: "node:test", Seq: seq, Entry: audit.Entry{Tenant: t.String()}})
+	}
+	return out, nil
 }
 
 func (n *fakeNode) Sessions() session.Service { return n.sessions }

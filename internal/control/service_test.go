@@ -146,7 +146,7 @@ func TestDeniedWithoutScope(t *testing.T) {
 		"exec":       second(w.svc.Exec(ctx, p, Request{}, id, Exec{Command: session.Command{Shell: "true"}})),
 		"token":      second(w.svc.MintDataToken(ctx, p, Request{}, id, []string{"exec"}, 0)),
 		"keys":       second(w.svc.ListKeys(ctx, p, "", 0)),
-		"audit":      second(w.svc.ListAudit(ctx, p, "", 0)),
+		"audit":      second(w.svc.ListAudit(ctx, p, "", "", 0)),
 		"nodes":      second(w.svc.ListNodes(ctx, p)),
 	} {
 		if !fault.IsClass(err, fault.Denied) {
@@ -684,7 +684,7 @@ func TestEveryMutationIsAudited(t *testing.T) {
 	w.settle(t)
 	w.verb(t, s.ID, sandbox.Delete, 0)
 	w.settle(t)
-	page, err := w.svc.ListAudit(t.Context(), w.p, "", 0)
+	page, err := w.svc.ListAudit(t.Context(), w.p, "", "", 0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -760,5 +760,36 @@ func TestHealthAndMetrics(t *testing.T) {
 	}
 	if !slices.Contains(names, "space_control_operation_seconds") || !slices.Contains(names, "space_control_intent_seconds") {
 		t.Errorf("metrics: %q", names)
+	}
+}
+
+// The node's chain is paged like the control chain: all of it, once.
+func TestNodeAuditPages(t *testing.T) {
+	w, _ := stepped(t)
+	w.node.auditLen = 7
+	var got []uint64
+	cursor := ""
+	for range 10 {
+		page, err := w.svc.ListAudit(t.Context(), w.p, ChainNode, cursor, 3)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, r := range page.Items {
+			got = append(got, r.Seq)
+		}
+		if cursor = page.Next; cursor == "" {
+			break
+		}
+	}
+	if !slices.Equal(got, []uint64{7, 6, 5, 4, 3, 2, 1}) {
+		t.Errorf("pages have %v", got)
+	}
+	for _, bad := range []string{"n0", "n-1", "7", "nx", "n99999999999999999999"} {
+		if _, err := w.svc.ListAudit(t.Context(), w.p, ChainNode, bad, 3); !fault.IsCode(err, "bad_cursor") {
+			t.Errorf("cursor %q: %v", bad, err)
+		}
+	}
+	if _, err := w.svc.ListAudit(t.Context(), w.p, "other", "", 3); !fault.IsCode(err, "invalid_chain") {
+		t.Errorf("a chain that is not there: %v", err)
 	}
 }

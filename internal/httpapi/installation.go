@@ -88,9 +88,13 @@ func (s *server) installation() {
 			return &body[spaceapi.List[spaceapi.Node]]{out}, nil
 		})
 
+	type auditIn struct {
+		Page
+		Chain string `query:"chain" enum:"control,node" default:"control" doc:"control: what was asked for; node: what sandboxes and sessions did"`
+	}
 	route(s, "list-audit", "GET", "/v1/audit", "audit", "List the tenant's audit records, newest first", http.StatusOK,
-		func(ctx context.Context, in *Page) (*body[spaceapi.List[spaceapi.AuditRecord]], error) {
-			p, err := s.Control.ListAudit(ctx, principal(ctx), in.Cursor, in.Limit)
+		func(ctx context.Context, in *auditIn) (*body[spaceapi.List[spaceapi.AuditRecord]], error) {
+			p, err := s.Control.ListAudit(ctx, principal(ctx), in.Chain, in.Cursor, in.Limit)
 			return answer(p, err, func(p store.Page[audit.Record]) spaceapi.List[spaceapi.AuditRecord] { return listOut(p, auditOut) })
 		})
 

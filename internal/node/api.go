@@ -51,6 +51,7 @@ import (
 	"errors"
 	"time"
 
+	"github.com/space-platform/space/internal/audit"
 	"github.com/space-platform/space/internal/operation"
 	"github.com/space-platform/space/internal/sandbox"
 	"github.com/space-platform/space/internal/session"
@@ -155,6 +156,10 @@ type API interface {
 	Templates(ctx context.Context) ([]template.Info, error)
 	// Resolve finds a template by name:tag or digest; a fault "template_not_found".
 	Resolve(ctx context.Context, ref string) (template.Info, error)
+
+	// Audit lists the tenant's records of this node's chain below seq before (0:
+	// from the newest), newest first.
+	Audit(ctx context.Context, t tenant.ID, before uint64, limit int) ([]audit.Record, error)
 
 	// Sessions serves command sessions and data-plane tokens.
 	Sessions() session.Service

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/space-platform/space/internal/audit"
 	"github.com/space-platform/space/internal/fault"
 	"github.com/space-platform/space/internal/sandbox"
 	"github.com/space-platform/space/internal/template"
@@ -365,6 +366,11 @@ func (n *Node) Stats(ctx context.Context, t tenant.ID, id sandbox.ID) (Stats, er
 		return Stats{}, fmt.Errorf("node: stats of %s: %w", id, err)
 	}
 	return Stats{CPUNanos: s.CPUNanos, MemoryBytes: s.MemoryBytes, MemoryPeak: s.MemoryPeak, DiskBytes: s.DiskBytes, Processes: s.Processes}, nil
+}
+
+// Audit implements API.
+func (n *Node) Audit(ctx context.Context, t tenant.ID, before uint64, limit int) ([]audit.Record, error) {
+	return n.audit.TenantRecords(ctx, n.db.Read, t.String(), before, limit)
 }
 
 // Templates implements API.
