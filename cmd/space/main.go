@@ -42,7 +42,7 @@ func main() {
 		err = e.Err
 	}
 	if err != nil {
-		fmt.Fprintln(os.Stderr, "space:", err)
+		fmt.Fprintln(os.Stderr, "space:", cli.Message(err))
 	}
 	os.Exit(code)
 }

@@ -13,6 +13,7 @@ import (
 	"strings"
 	"text/tabwriter"
 	"time"
+	"unicode"
 
 	"github.com/spf13/cobra"
 
@@ -125,14 +126,24 @@ func (a *App) Print(v any, table func(w io.Writer)) error {
 	return tw.Flush()
 }
 
-// clean makes text from a server or a guest safe for a terminal.
+// clean makes text from a server or a guest safe for a terminal: one line, no
+// control characters, nothing that turns the direction of writing.
 func clean(s string) string {
 	return strings.Map(func(r rune) rune {
-		if r < 0x20 || r == 0x7f || r >= 0x80 && r < 0xa0 || r == 0x202e || r == 0x2066 || r == 0x2067 {
+		if unicode.IsControl(r) || unicode.Is(unicode.Bidi_Control, r) || r == '\u2028' || r == '\u2029' {
 			return '�'
 		}
 		return r
 	}, s)
+}
+
+// Message is an error's text, made safe for a terminal; its lines are kept.
+func Message(err error) string {
+	lines := strings.Split(err.Error(), "\n")
+	for i, l := range lines {
+		lines[i] = clean(l)
+	}
+	return strings.Join(lines, "\n")
 }
 
 // age shows a time as people say it.
