@@ -378,11 +378,19 @@ func (c *Client) RevokeAttach(ctx context.Context, session string) error {
 }
 
 // Exec runs a command and returns its whole result. When ctx ends first the
-// command is killed by the server. It is tried once, whatever WithAttempts says:
-// after a lost answer nobody knows whether the command ran, and a repeat would
-// run it again. Who needs that uses CreateSession and Attach.
+// command is killed by the server, and the request is sent once: after a lost
+// answer nobody knows whether the command ran.
+//
+// With IdempotencyKey the command runs once however often it is asked for, goes
+// on when ctx ends first, and a repeat with the same key collects its result.
 func (c *Client) Exec(ctx context.Context, sandbox string, in spaceapi.Exec, opts ...CallOption) (out spaceapi.ExecResult, err error) {
-	opts = append(slices.Clone(opts), func(o *call) { o.once = true })
+	var o call
+	for _, f := range opts {
+		f(&o)
+	}
+	if o.idem == "" {
+		opts = append(slices.Clone(opts), func(o *call) { o.once = true })
+	}
 	return out, c.do(ctx, "POST", "/v1/sandboxes/"+seg(sandbox)+"/exec", nil, in, &out, opts...)
 }
 

@@ -33,6 +33,10 @@ const killWait = 10 * time.Second
 // whole process tree is killed: who wants a command to live on uses a session.
 // A command that could not be started, or whose sandbox was lost, is a result
 // with that cause, not an error.
+//
+// With an idempotency key the command runs once however often the request is
+// sent, and goes on when a request ends first: the key says that the caller will
+// come back for the result, which a repeat collects whole.
 func (m *Manager) Exec(ctx context.Context, t tenant.ID, r ExecRequest) (ExecResult, error) {
 	if r.MaxOutput <= 0 {
 		r.MaxOutput = m.Limits.ExecOutput
@@ -40,6 +44,9 @@ func (m *Manager) Exec(ctx context.Context, t tenant.ID, r ExecRequest) (ExecRes
 	r.MaxOutput = min(r.MaxOutput, MaxExecOutput)
 	r.Command.Stdin = r.Command.Stdin || len(r.StdinData) > 0
 	m.Activity(r.Sandbox)
+	if r.IdempotencyKey != "" {
+		return m.execOnce(ctx, t, r)
+	}
 	l, err := m.execStart(ctx, t, r.CreateRequest)
 	if err != nil {
 		return ExecResult{}, err
@@ -65,6 +72,38 @@ func (m *Manager) Exec(ctx context.Context, t tenant.ID, r ExecRequest) (ExecRes
 	}
 	return ExecResult{}, fault.New(fault.Deadline, "exec_cancelled", "the request ended before the command, which was killed").
 		Do("use a session for commands that outlive a request").Wrap(ctx.Err())
+}
+
+// execOnce is Exec under an idempotency key: the session that the key names is
+// made or found, begun, and collected from its first event.
+func (m *Manager) execOnce(ctx context.Context, t tenant.ID, r ExecRequest) (ExecResult, error) {
+	c := r.CreateRequest
+	c.IdempotencyKey = "exec\x00" + c.IdempotencyKey // a key is one of its route
+	s, _, err := m.Create(ctx, t, c)
+	if err != nil {
+		return ExecResult{}, err
+	}
+	if err := m.RevokeAttachTokens(ctx, t, s.ID); err != nil { // nobody was given one
+		return ExecResult{}, err
+	}
+	l, err := m.acquire(ctx, t, s.ID)
+	if err != nil {
+		return ExecResult{}, err
+	}
+	defer m.release(l)
+	if err := l.begin(ctx); err != nil {
+		return ExecResult{}, err
+	}
+	if r.Command.Stdin {
+		// Offsets keep it exactly once over repeats; it ends with the command.
+		m.wg.Go(func() { l.feed(m.ctx, r.StdinData) })
+	}
+	out, err := l.collect(ctx, r.MaxOutput)
+	if err != nil && ctx.Err() != nil {
+		return ExecResult{}, fault.New(fault.Deadline, "exec_goes_on", "the request ended before the command, which goes on").
+			Do("repeat it with the same idempotency key for the result").Retry(true).Wrap(ctx.Err())
+	}
+	return out, err
 }
 
 // execStart makes a session that is starting, in one transaction.

@@ -6,8 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"strconv"
-	"strings"
 	"sync"
 	"time"
 
@@ -272,14 +270,3 @@ func (s *remnant) Next(context.Context) (journal.Event, error) {
 }
 func (s *remnant) Position() uint64 { return s.pos }
 func (s *remnant) Close()           {}
-
-func parseCursor(s string) (int64, bool) {
-	if s == "" {
-		return 0, true
-	}
-	rest, ok := strings.CutPrefix(s, "s")
-	n, err := strconv.ParseInt(rest, 36, 64)
-	return n, ok && err == nil && n > 0 && formatCursor(n) == s
-}
-
-func formatCursor(seq int64) string { return "s" + strconv.FormatInt(seq, 36) }

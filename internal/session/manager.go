@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"os"
 	"path/filepath"
 	"strings"
@@ -475,18 +476,29 @@ func (m *Manager) List(ctx context.Context, t tenant.ID, id sandbox.ID, cursor s
 	if limit <= 0 || limit > MaxList {
 		limit = MaxList
 	}
-	after, ok := parseCursor(cursor)
-	if !ok {
-		return nil, "", fault.New(fault.Invalid, "bad_cursor", "the cursor was not made by this list").Do("start again without a cursor")
+	before := int64(math.MaxInt64)
+	if cursor != "" { // the id of the last session shown, which tells its caller nothing new
+		last, err := sandbox.ParseSessionID(cursor)
+		var r row
+		if err == nil && last.Sandbox() == id {
+			r, err = m.rowOf(ctx, t, last)
+		}
+		switch {
+		case err != nil && !fault.IsClass(err, fault.NotFound) && !fault.IsClass(err, fault.Invalid):
+			return nil, "", err
+		case err != nil || r.id == "":
+			return nil, "", fault.New(fault.Invalid, "bad_cursor", "the cursor was not made by this list").Do("start again without a cursor")
+		}
+		before = r.seq
 	}
-	rows, err := m.rows(ctx, `tenant=? AND sandbox=? AND seq>? ORDER BY seq LIMIT ?`, t.String(), string(id), after, limit+1)
+	rows, err := m.rows(ctx, `tenant=? AND sandbox=? AND seq<? ORDER BY seq DESC LIMIT ?`, t.String(), string(id), before, limit+1)
 	if err != nil {
 		return nil, "", err
 	}
 	next := ""
 	if len(rows) > limit {
 		rows = rows[:limit]
-		next = formatCursor(rows[limit-1].seq)
+		next = string(rows[limit-1].id)
 	}
 	out := make([]Session, 0, len(rows))
 	for _, r := range rows {

@@ -13,6 +13,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -527,9 +528,10 @@ func TestQuotaAndErase(t *testing.T) {
 		t.Fatalf("%d sessions", len(list))
 	}
 	// Output that went leaves a gap and the exit.
-	tok, err := h.MintAttachToken(ctx, h.who, list[0].ID, "key1", 0)
+	oldest := list[len(list)-1]
+	tok, err := h.MintAttachToken(ctx, h.who, oldest.ID, "key1", 0)
 	must(t, err)
-	st := p.events(list[0].ID, tok.Token, "")
+	st := p.events(oldest.ID, tok.Token, "")
 	e, err := st.next()
 	must(t, err)
 	if _, reason := e.gap(t); e.kind != "gap" || reason != "erased" {
@@ -598,10 +600,13 @@ func TestListPages(t *testing.T) {
 	t.Parallel()
 	h := newHost(t, Limits{})
 	ctx := context.Background()
+	var made []sandbox.SessionID
 	for range 7 {
-		h.create(h.shell("true"))
+		s, _ := h.create(h.shell("true"))
+		made = append(made, s.ID)
 	}
-	seen := map[sandbox.SessionID]bool{}
+	slices.Reverse(made) // newest first
+	var seen []sandbox.SessionID
 	cursor := ""
 	pages := 0
 	for {
@@ -609,16 +614,16 @@ func TestListPages(t *testing.T) {
 		must(t, err)
 		pages++
 		for _, s := range l {
-			seen[s.ID] = true
+			seen = append(seen, s.ID)
 		}
 		if cursor = next; next == "" {
 			break
 		}
 	}
-	if len(seen) != 7 || pages != 3 {
-		t.Fatalf("%d sessions on %d pages", len(seen), pages)
+	if !slices.Equal(seen, made) || pages != 3 {
+		t.Fatalf("%v on %d pages, want %v", seen, pages, made)
 	}
-	for _, bad := range []string{"x", "s", "s0", "s-1", "s1 ", "sZ"} {
+	for _, bad := range []string{"x", "s0", string(h.box), string(sandbox.NewSessionID(h.box)), string(sandbox.NewSessionID(sandbox.NewID()))} {
 		if _, _, err := h.List(ctx, h.who, h.box, bad, 3); !fault.IsCode(err, "bad_cursor") {
 			t.Errorf("cursor %q: %v", bad, err)
 		}

@@ -32,7 +32,7 @@ const (
 	kindData     = "data"
 	prefixAttach = "spt_"
 	prefixData   = "spd_"
-	prefixTicket = "spk_"
+	prefixTicket = "spw_"
 	tokenRandom  = 40 // characters of 5 bits each
 )
 
