@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"errors"
 	"fmt"
 	"strings"
 	"testing"
@@ -189,4 +190,37 @@ func TestC013EveryCommandEndsAtOnce(t *testing.T) {
 			t.Errorf("%+v: %s", cmd, text)
 		}
 	}
+}
+
+// C-030, commands: what is larger than a kernel's own bound works, or is refused
+// as the caller's mistake at once. (Files of any size are step 2.)
+func TestC030LargeCommands(t *testing.T) {
+	t.Parallel()
+	c := shared(t).Client()
+	sb := create(t, c, small())
+	big := strings.Repeat("0123456789", 20_000) // 200 kB
+	for what, cmd := range map[string]spaceapi.Command{
+		"text":        {Shell: "echo fine; : " + big},
+		"environment": {Shell: "echo fine", Env: map[string]string{"BIG": big}},
+		"argument":    {Args: []string{"echo", "fine", big}},
+		"arguments":   {Args: append([]string{"echo", "fine"}, strings.Fields(strings.Repeat("x ", 4000))...)},
+	} {
+		began := time.Now()
+		r, err := c.Exec(within(t, 20*time.Second), sb.ID, spaceapi.Exec{Command: cmd})
+		switch {
+		case time.Since(began) > 5*time.Second:
+			t.Errorf("%s took %v", what, time.Since(began))
+		case err == nil && r.Exit.Code == 0 && strings.HasPrefix(output(r.Stdout), "fine"):
+			t.Logf("%s works", what)
+		case err == nil && r.Exit.Cause == "start_failed" && strings.Contains(r.Exit.Reason, "argument_list_too_long"):
+			t.Logf("%s: %s", what, r.Exit.Reason)
+		default:
+			var e *client.Error
+			if !errors.As(err, &e) || e.Status < 400 || e.Status >= 500 {
+				t.Errorf("%s: %+v, %v", what, r.Exit, err)
+			}
+			t.Logf("%s: %v", what, err)
+		}
+	}
+	out(t, c, sb.ID, "true")
 }
