@@ -327,7 +327,8 @@ func forkFailure(err error, name string) *failure {
 		return startFailure(guestapi.CodeProcessLimit, "the machine's limit of processes is reached")
 	case errors.Is(err, unix.ENOMEM):
 		return startFailure(guestapi.CodeNoMemory, "the machine has no memory for one more process")
-	case errors.Is(err, unix.E2BIG):
+	case errors.Is(err, unix.E2BIG), errors.Is(err, unix.ENAMETOOLONG) && len(name) < 256:
+		// gVisor says the second of one argument above 128 KiB.
 		return startFailure(guestapi.CodeArgsTooLong, "arguments and environment are longer than the kernel takes")
 	case errors.Is(err, unix.ENOENT), errors.Is(err, unix.ENOTDIR):
 		return startFailure(guestapi.CodeNotFound, "%.200q or its interpreter does not exist", name)

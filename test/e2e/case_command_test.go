@@ -212,7 +212,7 @@ func TestC030LargeCommands(t *testing.T) {
 			t.Errorf("%s took %v", what, time.Since(began))
 		case err == nil && r.Exit.Code == 0 && strings.HasPrefix(output(r.Stdout), "fine"):
 			t.Logf("%s works", what)
-		case err == nil && r.Exit.Cause == "start_failed" && strings.Contains(r.Exit.Reason, "argument_list_too_long"):
+		case err == nil && r.Exit.Cause == "start_failed" && strings.Contains(r.Exit.Reason, "args_too_long"):
 			t.Logf("%s: %s", what, r.Exit.Reason)
 		default:
 			var e *client.Error

@@ -25,8 +25,7 @@ func repository() (string, error) {
 }
 
 // Binary is the real bin/space of the working tree, built once per process into
-// a directory of its own; RemoveBinary takes it away. The blobs it embeds are
-// built when they are missing.
+// a directory of its own; RemoveBinary takes it away.
 var Binary = sync.OnceValues(build)
 
 func build() (string, error) {
@@ -43,12 +42,9 @@ func build() (string, error) {
 		}
 		return nil
 	}
-	for _, blob := range []string{"runsc.gz", "space-guest.gz"} {
-		if _, err := os.Stat(filepath.Join(root, "internal/blob/files", blob)); err != nil {
-			if err := run("scripts/build-blobs.sh"); err != nil {
-				return "", err
-			}
-		}
+	// The embedded guest daemon must be the working tree's, too.
+	if err := run(filepath.Join(root, "scripts", "build-blobs.sh")); err != nil {
+		return "", err
 	}
 	dir, err := os.MkdirTemp("", "space-bin-")
 	if err != nil {
