@@ -82,7 +82,10 @@ func recordsCmd(l *layout.Layout) *cobra.Command {
 	}
 }
 
-func verifyAudit(ctx context.Context, l layout.Layout) ([]audit.Report, error) {
+func verifyAudit(ctx context.Context, l layout.Layout) (_ []audit.Report, err error) {
+	if l.Data, err = filepath.Abs(l.Data); err != nil { // the reader of the records works in /
+		return nil, err
+	}
 	key, err := os.ReadFile(filepath.Join(l.Room(), host.PublicKeyFile))
 	if err != nil {
 		return nil, fmt.Errorf("the host room's public key cannot be read (run as root?): %w", err)
