@@ -221,13 +221,19 @@ func TestC039RunningIsNotIdle(t *testing.T) {
 	t.Parallel()
 	c := shared(t).Client()
 	in := tiniest()
-	in.IdleSeconds, in.OnIdle, in.TimeoutSeconds = scaled(int64(1), 60), "pause", 3600
+	in.OnIdle, in.TimeoutSeconds = "pause", 3600
 	ids := several(t, c, 2, in)
+	idle := scaled(int64(1), 60)
 	text := fmt.Sprintf("sleep %g; echo ok", scaled(3.5, 180))
 	read := session(t, c, ids[0], spaceapi.CreateSession{Command: shell(text)})
 	unread := session(t, c, ids[1], spaceapi.CreateSession{Command: shell(text)})
 	started(t, unread)
 	unread.Close()
+	started(t, read)
+	for _, id := range ids { // only now: a busy host takes longer than this to start them
+		_, err := c.PatchSandbox(within(t, 10*time.Second), id, spaceapi.PatchSandbox{IdleSeconds: &idle}, client.Wait(10*time.Second))
+		ok(t, err)
+	}
 	if w := exited(t, read, 0); w.Out.String() != "ok\n" {
 		t.Errorf("printed %q", w.Out.String())
 	}

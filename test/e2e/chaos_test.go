@@ -145,6 +145,8 @@ func ride(t *testing.T, s *server.Server, x crash) (hit bool) {
 	}
 	room, serve := s.Room(), s.Serve()
 	ok(t, s.Arm(x.point))
+	times := []time.Time{time.Now()}
+	lap := func() { times = append(times, time.Now()) }
 	type result struct {
 		id  string
 		err error
@@ -176,6 +178,7 @@ func ride(t *testing.T, s *server.Server, x crash) (hit bool) {
 		case <-time.After(2 * time.Millisecond):
 		}
 	}
+	lap()
 	hit = !s.Armed(x.point)
 	s.Disarm(x.point)
 	if hit {
@@ -197,10 +200,12 @@ func ride(t *testing.T, s *server.Server, x crash) (hit bool) {
 			t.Fatalf("%v: %v", x, err)
 		}
 	}
+	lap()
 	if r == nil {
 		got := <-done
 		r = &got
 	}
+	lap()
 	if r.err != nil {
 		fail("the caller got %v", r.err)
 	}
@@ -208,6 +213,12 @@ func ride(t *testing.T, s *server.Server, x crash) (hit bool) {
 		r.id = id
 	}
 	balance(ctx, t, s, x, r.id)
+	lap()
+	if times[len(times)-1].Sub(times[0]) > 5*time.Second {
+		ops, err := c.Operations(ctx, client.ListOptions{Sandbox: r.id})
+		t.Logf("%v took long: to the point %v, until it served again %v, until the answer %v, to balance %v; operations %+v, %v", x,
+			times[1].Sub(times[0]), times[2].Sub(times[1]), times[3].Sub(times[2]), times[4].Sub(times[3]), ops.Items, err)
+	}
 	return hit
 }
 
@@ -278,11 +289,15 @@ func born(ctx context.Context, c *client.Client) (string, error) {
 	if _, err = c.AwaitOperation(ctx, m.Operation); err != nil {
 		return m.Sandbox.ID, err
 	}
-	r, err := c.Exec(ctx, m.Sandbox.ID, spaceapi.Exec{Command: shell("echo kept >~/marker")})
-	if err == nil && r.Exit.Code != 0 {
-		err = fmt.Errorf("marker: %+v %s", r.Exit, output(r.Stderr))
+	for { // see counted
+		r, err := c.Exec(ctx, m.Sandbox.ID, spaceapi.Exec{Command: shell("echo kept >~/marker")})
+		switch {
+		case err == nil && r.Exit.Code != 0:
+			return m.Sandbox.ID, fmt.Errorf("marker: %+v %s", r.Exit, output(r.Stderr))
+		case err == nil || ctx.Err() != nil || client.Code(err) != "":
+			return m.Sandbox.ID, err
+		}
 	}
-	return m.Sandbox.ID, err
 }
 
 // unborn deletes a sandbox.
@@ -335,9 +350,13 @@ func counted(ctx context.Context, c *client.Client, id string) error {
 	if n := strings.Count(w.Out.String(), "\n"); n != 5000 || !strings.HasPrefix(w.Out.String(), "1\n2\n") || !strings.HasSuffix(w.Out.String(), "\n5000\n") {
 		return fmt.Errorf("session printed %d lines", n)
 	}
-	r, err := c.Exec(ctx, id, spaceapi.Exec{Command: shell("cat ~/starts")})
-	if err == nil && output(r.Stdout) != "x\n" {
-		err = fmt.Errorf("the command started %q times", output(r.Stdout))
+	for { // a blocking exec is not repeated by itself: its connection may break where the server dies late
+		r, err := c.Exec(ctx, id, spaceapi.Exec{Command: shell("cat ~/starts")})
+		switch {
+		case err == nil && output(r.Stdout) != "x\n":
+			return fmt.Errorf("the command started %q times", output(r.Stdout))
+		case err == nil || ctx.Err() != nil || client.Code(err) != "":
+			return err
+		}
 	}
-	return err
 }

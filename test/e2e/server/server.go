@@ -8,6 +8,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"math/rand/v2"
 	"net"
 	"os"
@@ -407,8 +408,8 @@ func (s *Server) Close() (trouble []string) {
 	}
 	if len(trouble) > 0 {
 		s.purge() // the next test is not to suffer
-	} else {
-		note(os.Remove(s.log))
+	} else if err := os.Remove(s.log); !errors.Is(err, fs.ErrNotExist) { // of one that never ran
+		note(err)
 	}
 	for _, p := range []string{s.Layout.Run, s.Layout.Data, s.points} {
 		note(os.RemoveAll(p))
