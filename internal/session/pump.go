@@ -404,6 +404,11 @@ func (l *live) copy(ctx context.Context, g guestclient.Guest, j *journal.Journal
 		return nil, err
 	}
 	defer func() { _ = out.Close() }() // ends the stream
+	// What is in the journal may not have been acknowledged, and then the guest's
+	// window can be full of it: nothing would ever come.
+	if have := j.State().Guest; have > 0 {
+		l.acks.want(ctx, l.m, g, string(l.id), have)
+	}
 	for {
 		f, err := out.Next()
 		if err != nil {
@@ -689,16 +694,20 @@ func parseFinal(ev journal.Event) (*Exit, error) {
 // acker acknowledges output on a goroutine that lives only while there is some.
 type acker struct {
 	mu      sync.Mutex
+	guest   guestclient.Guest
 	offset  uint64
 	acked   uint64
 	running bool
 	more    chan struct{}
 }
 
+// ackRetry is how long the acker waits after a call that failed.
+const ackRetry = 100 * time.Millisecond
+
 func (a *acker) want(ctx context.Context, m *Manager, g guestclient.Guest, id string, offset uint64) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	a.offset = offset
+	a.offset, a.guest = max(a.offset, offset), g
 	if a.running {
 		if a.offset-a.acked >= ackBytes {
 			select {
@@ -712,10 +721,10 @@ func (a *acker) want(ctx context.Context, m *Manager, g guestclient.Guest, id st
 		a.more = make(chan struct{}, 1)
 	}
 	a.running = true
-	m.wg.Go(func() { a.run(ctx, m, g, id) })
+	m.wg.Go(func() { a.run(ctx, m, id) })
 }
 
-func (a *acker) run(ctx context.Context, m *Manager, g guestclient.Guest, id string) {
+func (a *acker) run(ctx context.Context, m *Manager, id string) {
 	t := time.NewTimer(ackDelay)
 	defer t.Stop()
 	for {
@@ -731,18 +740,24 @@ func (a *acker) run(ctx context.Context, m *Manager, g guestclient.Guest, id str
 			}
 		}
 		a.mu.Lock()
-		offset := a.offset
+		offset, g := a.offset, a.guest
 		if ctx.Err() != nil || offset <= a.acked {
 			a.running = false
 			a.mu.Unlock()
 			return
 		}
 		a.mu.Unlock()
-		// A lost acknowledgement costs nothing: the next one covers it, and a
-		// broken channel ends the stream too.
 		err := g.Ack(ctx, id, offset)
+		if fault.IsClass(err, fault.Unavailable) && !isProtocol(err) {
+			// Without it the guest's window may stay full for ever: try again.
+			select {
+			case <-ctx.Done():
+			case <-m.Clock.After(ackRetry):
+			}
+			continue
+		}
 		a.mu.Lock()
-		if err != nil {
+		if err != nil { // the process is gone, or the guest refuses: the stream tells
 			a.running = false
 			a.mu.Unlock()
 			return

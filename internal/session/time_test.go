@@ -4,6 +4,7 @@ import (
 	"context"
 	"io"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -159,5 +160,46 @@ func TestCloseLeavesCommandsRunning(t *testing.T) {
 	p.json("POST", "/d/sessions/"+string(s.ID)+"/close-stdin", tok.Token, "", 200, nil)
 	if x := st.end(); x.Code != 0 {
 		t.Fatalf("%+v", x)
+	}
+}
+
+// ackless loses every acknowledgement while it is told to.
+type ackless struct {
+	guestclient.Guest
+	lose atomic.Bool
+}
+
+func (g *ackless) Ack(ctx context.Context, id string, n uint64) error {
+	if g.lose.Load() {
+		return fault.New(fault.Unavailable, "guest_unavailable", "the link is cut")
+	}
+	return g.Guest.Ack(ctx, id, n)
+}
+
+// The host dies with all of a full window in its journal and none of it
+// acknowledged: the next one acknowledges it, or the process waits for ever.
+func TestFullWindowIsAcknowledgedAfterARestart(t *testing.T) {
+	t.Parallel()
+	h, p := world(t, Limits{})
+	g := &ackless{Guest: h.guests.known[h.box]}
+	g.lose.Store(true)
+	h.guests.known[h.box] = g
+	s, tok := h.create(h.shell("head -c 3000000 /dev/zero; exit 6"))
+	st := p.attach(s.ID, tok.Token, "")
+	for st.out.Len() < guestWindow {
+		if _, err := st.next(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	h.reopen()
+	g.lose.Store(false)
+	st2 := p.events(s.ID, tok.Token, st.last)
+	within(t, 10*time.Second, "the rest", func() {
+		if x := st2.end(); x.Code != 6 {
+			t.Fatalf("%+v", x)
+		}
+	})
+	if n := st.out.Len() + st2.out.Len(); n != 3000000 {
+		t.Fatalf("%d bytes", n)
 	}
 }
