@@ -105,7 +105,7 @@ func (b *bench) exec(ctx context.Context) (err error) {
 	fmt.Println("  session: POST /v1/sandboxes/{id}/sessions, POST /d/sessions/{id}/attach to the exit event")
 	var floor, exec, sess samples
 	discard := samples{}
-	err = b.turns(ctx, func(count bool) error {
+	err = turns(ctx, 5, 5*b.n, func(count bool) error {
 		to := func(s *samples) *samples {
 			if !count {
 				return &discard
