@@ -241,7 +241,7 @@ type Exec struct {
 }
 
 // Output is what one stream printed. Exactly one of Text and B64 is set; Text
-// when the kept bytes are valid UTF-8.
+// when the kept bytes are valid UTF-8 and not in large part control characters.
 type Output struct {
 	Text           *string `json:"text,omitempty"`
 	B64            []byte  `json:"b64,omitempty"`

@@ -108,8 +108,16 @@ func sessionOut(s session.Session) spaceapi.Session {
 	return out
 }
 
+// outputOut gives text where JSON does not more than double it: a program that
+// prints control characters must not make our answer six times as large.
 func outputOut(b []byte, truncated uint64) spaceapi.Output {
-	if utf8.Valid(b) {
+	cost := 0
+	for _, c := range b {
+		if c < 0x20 && c != '\n' && c != '\r' && c != '\t' {
+			cost += 5
+		}
+	}
+	if cost <= len(b) && utf8.Valid(b) {
 		t := string(b)
 		return spaceapi.Output{Text: &t, TruncatedBytes: truncated}
 	}

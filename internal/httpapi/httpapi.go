@@ -88,7 +88,7 @@ func New(c Config) http.Handler {
 			c.Metrics.ServeHTTP(w, r)
 		})
 	}
-	return s.outer(c.Guard.Wrap(s.authenticate(unknownRoutes(mux, readQuery(s.readBody(mux))))))
+	return s.outer(c.Guard.Wrap(s.authenticate(unknownRoutes(mux, readQuery(s.readBody(holdResults(mux)))))))
 }
 
 func (s *server) register(mux *http.ServeMux) {

@@ -22,6 +22,7 @@ import (
 	"github.com/space-platform/space/internal/fault"
 	"github.com/space-platform/space/internal/problem"
 	"github.com/space-platform/space/internal/sandbox"
+	"github.com/space-platform/space/internal/session"
 )
 
 type ctxKey int
@@ -163,6 +164,37 @@ func (s *server) readBody(next http.Handler) http.Handler {
 		next.ServeHTTP(w, r)
 	})
 }
+
+// resultTimeout is how long a caller may take to read the result of an exec.
+const resultTimeout = 5 * time.Minute
+
+// holdResults keeps the memory of exec's results counted until they are written,
+// within resultTimeout.
+func holdResults(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Method != http.MethodPost || !strings.HasSuffix(r.URL.Path, "/exec") {
+			next.ServeHTTP(w, r)
+			return
+		}
+		ctx, release := session.Hold(r.Context())
+		defer release()
+		next.ServeHTTP(&hurried{w}, r.WithContext(ctx))
+	})
+}
+
+// hurried bounds each write.
+type hurried struct{ http.ResponseWriter }
+
+func (w *hurried) Write(b []byte) (int, error) {
+	// A recorder of tests has no deadlines; a server's connection has.
+	rc := http.NewResponseController(w.ResponseWriter)
+	_ = rc.SetWriteDeadline(time.Now().Add(resultTimeout))
+	defer func() { _ = rc.SetWriteDeadline(time.Time{}) }() // or it would end the connection's next request
+	return w.ResponseWriter.Write(b)
+}
+
+// Unwrap lets http.ResponseController through.
+func (w *hurried) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 
 // readQuery refuses queries that cannot be read whole, and filters without a
 // value: both would otherwise be dropped, and a filter that is dropped widens.

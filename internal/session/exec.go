@@ -224,6 +224,8 @@ func (l *live) collect(ctx context.Context, most int64) (ExecResult, error) {
 		return out, err
 	}
 	defer src.Close()
+	held, done := l.m.share(ctx, l.tenant)
+	defer done()
 	for {
 		ev, err := src.Next(ctx)
 		if errors.Is(err, io.EOF) {
@@ -240,9 +242,9 @@ func (l *live) collect(ctx context.Context, most int64) (ExecResult, error) {
 		}
 		switch ev.Kind {
 		case journal.Stdout:
-			out.StdoutTruncated += take(&out.Stdout, ev.Data, most)
+			take(&out.Stdout, &out.StdoutTruncated, ev.Data, most, held)
 		case journal.Stderr:
-			out.StderrTruncated += take(&out.Stderr, ev.Data, most)
+			take(&out.Stderr, &out.StderrTruncated, ev.Data, most, held)
 		case journal.Gap:
 			var g struct {
 				Missing uint64 `json:"missing"`
@@ -264,11 +266,18 @@ func (l *live) collect(ctx context.Context, most int64) (ExecResult, error) {
 
 var errGone = fault.New(fault.Gone, "session_erased", "the session's output was erased").Do("its sandbox was deleted, or the session was removed to make room")
 
-// take appends to dst up to its bound and tells how much it left out.
-func take(dst *[]byte, p []byte, most int64) uint64 {
+// take appends to dst up to its bound, or until no memory is left for it, and
+// adds what it left out to missing. What was kept is always the beginning.
+func take(dst *[]byte, missing *uint64, p []byte, most int64, s *share) {
 	n := min(int64(len(p)), most-int64(len(*dst)))
+	free := min(n, max(0, freeOutput-int64(len(*dst))))
+	if *missing > 0 {
+		n = 0
+	} else if n > free && !s.take(n-free) {
+		n = free
+	}
 	*dst = append(*dst, p[:n]...)
-	return uint64(int64(len(p)) - n)
+	*missing += uint64(int64(len(p)) - n)
 }
 
 // Attach starts the session's process unless it was started, once however many

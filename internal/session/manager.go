@@ -97,6 +97,7 @@ type Manager struct {
 	commits committer
 	macKey  []byte
 	metrics *metrics
+	holding holding
 
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc

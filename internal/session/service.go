@@ -135,7 +135,8 @@ type ExecResult struct {
 	Exit    Exit
 	Stdout  []byte
 	Stderr  []byte
-	// Bytes that were printed but left out of Stdout and Stderr.
+	// Bytes that were printed but left out of Stdout and Stderr: beyond MaxOutput,
+	// or because results of the tenant, or of all, hold as much memory as they may.
 	StdoutTruncated, StderrTruncated uint64
 	// GapBytes were lost by the window (overflow drop, or a slow collector).
 	GapBytes uint64
