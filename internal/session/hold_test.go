@@ -23,7 +23,7 @@ func TestResultsHoldBoundedMemory(t *testing.T) {
 	m := &Manager{}
 	_, silent := m.share(t.Context(), a)
 	silent() // a command that printed nothing
-	chunk := make([]byte, 64<<10)
+	chunk := make([]byte, freeOutput)
 	fill := func(ctx context.Context, who tenant.ID) (kept int, done func()) {
 		s, done := m.share(ctx, who)
 		var out []byte
