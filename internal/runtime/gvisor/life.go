@@ -8,6 +8,7 @@ import (
 	"os"
 	"strconv"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -283,7 +284,7 @@ func (r *Runtime) halt(ctx context.Context, rec record) error {
 	return run(ctx, []step{
 		{fpStopKill, func() error { return r.kill(ctx, id) }},
 		{fpStopSync, func() error { return disk.Sync(r.paths.disk(id), r.paths.image(id)) }},
-		{fpStopUnmount, func() error { return r.unmount(ctx, id) }},
+		{fpStopUnmount, func() error { return r.unmount(ctx, id, patience) }},
 		{fpStopCommit, func() error {
 			rec.Boot, rec.Exit = nil, &runtime.Exit{Cause: runtime.CauseStopped}
 			if err := r.put(rec); err != nil {
@@ -299,7 +300,7 @@ func (r *Runtime) halt(ctx context.Context, rec record) error {
 	})
 }
 
-func (r *Runtime) unmount(ctx context.Context, id sandbox.ID) error {
+func (r *Runtime) unmount(ctx context.Context, id sandbox.ID, patience time.Duration) error {
 	if err := disk.Unmount(r.paths.rootfs(id)); err != nil {
 		return err
 	}
@@ -307,7 +308,8 @@ func (r *Runtime) unmount(ctx context.Context, id sandbox.ID) error {
 		return err
 	}
 	// A sandbox process that is just starting may have a copy of our mounts for
-	// a moment. The disk is not free before that is gone.
+	// a moment, and any process of the host with a mount namespace of its own for
+	// as long as it lives. The disk is not free before that is gone.
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	if !disk.Released(ctx, r.paths.image(id)) && ctx.Err() != nil {
@@ -328,7 +330,8 @@ func (r *Runtime) destroy(ctx context.Context, id sandbox.ID) error {
 			return r.put(rec)
 		}},
 		{fpDestroyKill, func() error { return r.kill(ctx, id) }},
-		{fpDestroyUnmount, func() error { return r.unmount(ctx, id) }},
+		// Nobody will use this disk again: what still holds it may let it go later.
+		{fpDestroyUnmount, func() error { return r.unmount(ctx, id, time.Second) }},
 		{fpDestroyNetns, func() error {
 			r.unlisten(id)
 			return netns.Remove(r.paths.netns(id))
