@@ -351,6 +351,7 @@ func (m *Manager) note(what string, fn func(ctx context.Context, tx *sql.Tx) err
 // rows, keys, tokens and files go. It may be repeated.
 func (m *Manager) Erase(ctx context.Context, id sandbox.ID) error {
 	m.end(ctx, id, "deleted", "the sandbox was deleted")
+	m.lastWords(ctx, id)
 	if err := ctx.Err(); err != nil {
 		return err
 	}
@@ -383,6 +384,21 @@ func (m *Manager) Erase(ctx context.Context, id sandbox.ID) error {
 		m.closeReaders(r.id)
 	}
 	return journal.Erase(filepath.Join(m.Dir, string(id)))
+}
+
+// lastWords gives readers the time to take the end of their session, which is
+// recorded by now: those that keep up end by themselves at once. Who is slow
+// holds no deletion for longer than half a second.
+func (m *Manager) lastWords(ctx context.Context, id sandbox.ID) {
+	ctx, cancel := context.WithTimeout(ctx, 500*time.Millisecond)
+	defer cancel()
+	for m.ActiveReaders(id) > 0 {
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(2 * time.Millisecond):
+		}
+	}
 }
 
 // closeReaders ends the streams of a session whose journal goes.
