@@ -126,6 +126,12 @@ func TestMounts(t *testing.T) {
 	ok(t, Unmount(target))
 	ok(t, Unmount(target))
 	ok(t, Sync(target, image)) // nothing is mounted: nothing to do
+	// Another process that is just making its mount namespace still holds it.
+	soon, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	if !Released(soon, image) {
+		t.Error("the image is not free after unmount")
+	}
 	if loops, err := Loops(dir); err != nil || len(loops) != 0 {
 		t.Errorf("loops after unmount %+v %v", loops, err)
 	}
