@@ -203,6 +203,7 @@ type Signal struct {
 type Session struct {
 	ID          string    `json:"id"`
 	SandboxID   string    `json:"sandbox_id"`
+	CreatedBy   string    `json:"created_by" doc:"key id; who reads another's output needs activity:read"`
 	State       string    `json:"state" enum:"created,starting,running,exited,lost,expired"`
 	Args        []string  `json:"args,omitempty"`
 	Shell       string    `json:"shell,omitempty"`

@@ -395,6 +395,7 @@ type fakeSessions struct {
 	session.Service // nil: what is not written below must not be called
 	n               *fakeNode
 	revoked         []string // guarded by n.mu
+	madeBy          string   // who made every session that Get answers
 }
 
 func (f *fakeSessions) Create(_ context.Context, t tenant.ID, r session.CreateRequest) (session.Session, session.Token, error) {
@@ -425,7 +426,7 @@ func (f *fakeSessions) foreign(t tenant.ID, id sandbox.SessionID) error {
 }
 
 func (f *fakeSessions) Get(_ context.Context, t tenant.ID, id sandbox.SessionID) (session.Session, error) {
-	return session.Session{ID: id}, f.foreign(t, id)
+	return session.Session{ID: id, Principal: f.madeBy}, f.foreign(t, id)
 }
 
 func (f *fakeSessions) Kill(_ context.Context, t tenant.ID, id sandbox.SessionID) (session.Session, error) {

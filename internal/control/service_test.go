@@ -793,3 +793,26 @@ func TestNodeAuditPages(t *testing.T) {
 		t.Errorf("a chain that is not there: %v", err)
 	}
 }
+
+// What a program prints is for the key that started it, and for keys that may
+// read all activity.
+func TestOutputIsReadWithActivityOnly(t *testing.T) {
+	w, _ := stepped(t)
+	s := w.up(t, CreateSandbox{})
+	id := string(sandbox.NewSessionID(s.ID))
+	w.node.sessions.madeBy = "key2"
+	p := w.p
+	p.Scopes = []auth.Scope{auth.Exec}
+	if _, err := w.svc.MintAttachToken(t.Context(), p, Request{}, id, 0); !fault.IsCode(err, "scope_missing") {
+		t.Errorf("another's session with exec alone: %v", err)
+	}
+	p.Scopes = []auth.Scope{auth.Exec, auth.ActivityRead}
+	if _, err := w.svc.MintAttachToken(t.Context(), p, Request{}, id, 0); err != nil {
+		t.Errorf("another's session with activity:read: %v", err)
+	}
+	w.node.sessions.madeBy = p.KeyID
+	p.Scopes = []auth.Scope{auth.Exec}
+	if _, err := w.svc.MintAttachToken(t.Context(), p, Request{}, id, 0); err != nil {
+		t.Errorf("one's own session: %v", err)
+	}
+}

@@ -3,6 +3,7 @@ package control
 import (
 	"context"
 	"errors"
+	"slices"
 	"time"
 
 	"github.com/space-platform/space/internal/auth"
@@ -242,8 +243,14 @@ func (s *Service) MintAttachToken(ctx context.Context, p Principal, req Request,
 		return session.Token{}, err
 	}
 	// The audit entry comes first: a token that cannot be audited is not made.
-	if _, err := s.node.Sessions().Get(ctx, p.Tenant, sid); err != nil {
+	se, err := s.node.Sessions().Get(ctx, p.Tenant, sid)
+	if err != nil {
 		return session.Token{}, sessionLookup(id, err)
+	}
+	if se.Principal != p.KeyID { // what another's program prints
+		if err := s.require(p, auth.ActivityRead, "session.token", id, req.ID); err != nil {
+			return session.Token{}, err
+		}
 	}
 	if err := s.audit(ctx, p, req, "session.token.mint", id, nil); err != nil {
 		return session.Token{}, err
@@ -284,6 +291,10 @@ func (s *Service) MintDataToken(ctx context.Context, p Principal, req Request, r
 			return session.Token{}, err
 		}
 	}
+	given := scopes
+	if slices.Contains(scopes, "exec") && p.Can(auth.ActivityRead) {
+		given = append(slices.Clone(scopes), session.ScopeActivity)
+	}
 	row, err := s.ready(ctx, p, ref)
 	if err != nil {
 		return session.Token{}, err
@@ -291,7 +302,8 @@ func (s *Service) MintDataToken(ctx context.Context, p Principal, req Request, r
 	if err := s.audit(ctx, p, req, "token.mint", string(row.ID), nil); err != nil {
 		return session.Token{}, err
 	}
-	tok, err := s.node.Sessions().MintDataToken(ctx, p.Tenant, row.ID, p.KeyID, scopes, ttl)
+	tok, err := s.node.Sessions().MintDataToken(ctx, p.Tenant, row.ID, p.KeyID, given, ttl)
+	tok.Scopes = slices.DeleteFunc(tok.Scopes, func(sc string) bool { return sc == session.ScopeActivity }) // the key's, not asked for
 	return tok, sessionFault(err)
 }
 

@@ -97,7 +97,7 @@ func exitOut(e session.Exit) spaceapi.Exit {
 
 func sessionOut(s session.Session) spaceapi.Session {
 	out := spaceapi.Session{
-		ID: string(s.ID), SandboxID: string(s.Sandbox), State: string(s.State), Args: s.Command.Args, Shell: s.Command.Shell,
+		ID: string(s.ID), SandboxID: string(s.Sandbox), CreatedBy: s.Principal, State: string(s.State), Args: s.Command.Args, Shell: s.Command.Shell,
 		User: s.Command.User, Cwd: s.Command.Cwd, PTY: s.Command.PTY != nil, Epoch: s.Epoch,
 		CreatedAt: s.CreatedAt, StartedAt: s.StartedAt, PID: s.PID, FirstID: s.FirstID, LastID: s.LastID, StdinOffset: s.StdinOffset,
 	}

@@ -81,6 +81,13 @@ func (m *Manager) session(next sessionHandler) http.Handler {
 			m.fail(w, errNotFound)
 			return
 		}
+		if g.Session == "" && !g.AllowsScope(g.Sandbox, ScopeActivity) {
+			// What programs print is for who started them, and who may read it all.
+			if rw, err := m.rowOf(r.Context(), g.Tenant, id); err != nil || rw.principal != g.Principal {
+				m.fail(w, errNotFound)
+				return
+			}
+		}
 		if err := next(w, r.WithContext(g.Context()), call{g, id}); err != nil {
 			if why := context.Cause(g.Context()); why != nil && fault.IsCode(why, errRevoked.Code) {
 				err = why

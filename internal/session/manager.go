@@ -460,7 +460,7 @@ func (m *Manager) view(r row) (Session, error) {
 			first = max(r.lastOffset, 1) - 1
 		}
 	}
-	return Session{ID: r.id, Sandbox: r.sandbox, State: r.state, Command: c.shown(), Epoch: r.epoch, CreatedAt: r.createdAt, StartedAt: r.startedAt,
+	return Session{ID: r.id, Sandbox: r.sandbox, Principal: r.principal, State: r.state, Command: c.shown(), Epoch: r.epoch, CreatedAt: r.createdAt, StartedAt: r.startedAt,
 		PID: r.pid, Exit: r.exit, FirstID: journal.ID{Epoch: r.epoch, Offset: first}.String(),
 		LastID: journal.ID{Epoch: r.epoch, Offset: st.End}.String(), StdinOffset: r.stdinOffset}, nil
 }

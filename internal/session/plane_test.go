@@ -214,6 +214,15 @@ func TestTokens(t *testing.T) {
 	// Revoking cuts the streams it opened, and only those, at once.
 	st := p.attach(s.ID, tok.Token, "")
 	st.prints("up\n")
+	// What key1's program prints is not for key2, unless it may read it all.
+	p.problem("GET", path+"/events", exec.Token, "", 404, "session_not_found")
+	exec, err = h.MintDataToken(ctx, h.who, h.box, "key2", []string{ScopeExec, ScopeActivity}, 0)
+	must(t, err)
+	own, err := h.MintDataToken(ctx, h.who, h.box, s.Principal, []string{ScopeExec}, 0)
+	must(t, err)
+	mine := p.events(s.ID, own.Token, "")
+	mine.prints("up\n")
+	mine.cancel()
 	st2 := p.events(s.ID, exec.Token, "")
 	st2.prints("up\n")
 	must(t, h.RevokeAttachTokens(ctx, h.who, s.ID))

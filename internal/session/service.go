@@ -85,6 +85,7 @@ type Exit struct {
 type Session struct {
 	ID        sandbox.SessionID `json:"id"`
 	Sandbox   sandbox.ID        `json:"sandbox"`
+	Principal string            `json:"principal"` // key id of who made it
 	State     State             `json:"state"`
 	Command   Command           `json:"command"` // Env removed
 	Epoch     uint64            `json:"epoch"`

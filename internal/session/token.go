@@ -25,7 +25,11 @@ const (
 	ScopePort       = "port"
 )
 
-var scopes = []string{ScopeExec, ScopeFilesRead, ScopeFilesWrite, ScopePort}
+// ScopeActivity lets a data token with ScopeExec open the sessions that others
+// made too. Callers add it for principals that may read what programs print.
+const ScopeActivity = "activity"
+
+var scopes = []string{ScopeActivity, ScopeExec, ScopeFilesRead, ScopeFilesWrite, ScopePort}
 
 const (
 	kindAttach   = "attach"
