@@ -134,7 +134,11 @@ func (s *Store) Unmount(digest string) error {
 		return err
 	}
 	for range mounts {
-		if err := unix.Unmount(dir, unix.UMOUNT_NOFOLLOW); err != nil {
+		err := unix.Unmount(dir, unix.UMOUNT_NOFOLLOW)
+		if errors.Is(err, unix.EBUSY) { // somebody looks around in it; the last to leave ends it
+			err = unix.Unmount(dir, unix.UMOUNT_NOFOLLOW|unix.MNT_DETACH)
+		}
+		if err != nil {
 			return fmt.Errorf("template: cannot unmount %s: %w", digest, err)
 		}
 	}

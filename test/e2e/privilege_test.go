@@ -249,7 +249,7 @@ func TestC068MarkersAreNowhere(t *testing.T) {
 			if err != nil {
 				return nil // it is gone
 			}
-			if d.IsDir() && p != root && mountpoint(p) {
+			if d.IsDir() && p != root && server.Mountpoint(p) {
 				return fs.SkipDir // the tenant's own files
 			}
 			// The image is the sandbox's disk: what a guest writes is there.
@@ -278,10 +278,4 @@ func search(t *testing.T, marks map[string]string, place string, b []byte) {
 			t.Errorf("%s of the tenant is in %s: …%q", kind, place, b[max(0, i-200):min(len(b), i+100)])
 		}
 	}
-}
-
-// mountpoint reports whether another file system begins at dir.
-func mountpoint(dir string) bool {
-	var a, b syscall.Stat_t
-	return syscall.Lstat(dir, &a) == nil && syscall.Lstat(filepath.Dir(dir), &b) == nil && a.Dev != b.Dev
 }

@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/space-platform/space/internal/cgroup"
@@ -86,6 +87,8 @@ func (s *Server) Left(id string) []string {
 		switch {
 		case err != nil:
 			return nil
+		case d.IsDir() && p != s.Layout.Run && Mountpoint(p):
+			return fs.SkipDir // told above; who walks in it keeps it from being unmounted
 		case d.Type()&fs.ModeSocket != 0:
 			see("socket", p)
 		case id != "" && strings.Contains(p, id):
@@ -103,6 +106,12 @@ func (s *Server) Left(id string) []string {
 		see("directory", filepath.Join(s.Layout.Host(), "gvisor", "machines", m.Name()))
 	}
 	return left
+}
+
+// Mountpoint reports whether another file system begins at dir.
+func Mountpoint(dir string) bool {
+	var a, b syscall.Stat_t
+	return syscall.Lstat(dir, &a) == nil && syscall.Lstat(filepath.Dir(dir), &b) == nil && a.Dev != b.Dev
 }
 
 // Gone waits until nothing is Left of id, at most d, and gives what stays. What
