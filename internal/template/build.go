@@ -186,6 +186,9 @@ func (s *Store) bootstrap(ctx context.Context, r Recipe, content spool, step fun
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	sources := hostSources(r.Suite, s.sourcesFile, s.sourcesDir)
+	if len(sources) == 0 {
+		return nil, fmt.Errorf("%w: no Debian mirror of %s is known: name one in %s", ErrHost, r.Suite, s.sourcesDir)
+	}
 	if s.o.CacheDir != "" {
 		pruneCache(s.o.CacheDir, s.o.Clock.Now(), false)
 	}

@@ -65,18 +65,6 @@ python3 -m compileall -q -j 1 --invalidation-mode unchecked-hash /usr/lib/python
 		},
 		Files: append(slices.Clone(common),
 			File{Path: "/etc/sudoers.d/user", Content: "user ALL=(ALL:ALL) NOPASSWD: ALL\n", Mode: 0o440},
-			File{Path: "/etc/apt/sources.list.d/debian.sources", Content: `Types: deb
-URIs: http://deb.debian.org/debian
-Suites: bookworm bookworm-updates
-Components: main
-Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
-
-Types: deb
-URIs: http://deb.debian.org/debian-security
-Suites: bookworm-security
-Components: main
-Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
-`, Mode: 0o644},
 			File{Path: "/etc/apt/apt.conf.d/90space", Content: "APT::Install-Recommends \"false\";\nAcquire::Languages \"none\";\n", Mode: 0o644},
 		),
 		Config: Config{

@@ -125,7 +125,7 @@ func TestProxyTunnelsOnlyToHTTPSMirrors(t *testing.T) {
 	if code, body := status(t, secure, "GET", mirror.URL+"/debian/x", nil); code != 200 || body != "secure" {
 		t.Fatalf("https mirror: %d %q", code, body)
 	}
-	for _, to := range []string{"127.0.0.1:22", strings.TrimPrefix(plain.URL, "http://"), "deb.debian.org:443", "nonsense"} {
+	for _, to := range []string{"127.0.0.1:22", strings.TrimPrefix(plain.URL, "http://"), "mirror.example:443", "nonsense"} {
 		conn, err := net.Dial("tcp", proxyURL.Host)
 		if err != nil {
 			t.Fatal(err)

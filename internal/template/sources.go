@@ -8,13 +8,14 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 )
 
 // source is one place that packages of a suite come from.
 type source struct {
-	uri        string // such as http://deb.debian.org/debian
+	uri        string // such as http://mirror.example/debian
 	suite      string // such as bookworm-security
 	components string // such as main
 }
@@ -25,13 +26,32 @@ const (
 	sourcesDir  = "/etc/apt/sources.list.d"
 )
 
-// defaultSources is for hosts that are not Debian, or of another release.
-func defaultSources(suite string) []source {
-	return []source{
-		{"http://deb.debian.org/debian", suite, "main"},
-		{"http://deb.debian.org/debian", suite + "-updates", "main"},
-		{"http://deb.debian.org/debian-security", suite + "-security", "main"},
+// bootstrapper knows Debian's own mirrors; builds need it anyway.
+const bootstrapper = "/usr/bin/mmdebstrap"
+
+var mirrorRE = regexp.MustCompile(`'(https?://[a-z0-9.-]+/debian(?:-security)?)'`)
+
+// defaultSources is for hosts that are not Debian, or of another release: the
+// mirrors that mmdebstrap uses when it is told none. None where it is not
+// installed, or names none.
+func defaultSources(program, suite string) []source {
+	b, err := os.ReadFile(program)
+	if err != nil {
+		return nil // the build says that the program is missing
 	}
+	var out []source
+	for _, m := range mirrorRE.FindAllSubmatch(b, -1) {
+		uri, suites := string(m[1]), []string{suite, suite + "-updates"}
+		if strings.HasSuffix(uri, "-security") {
+			suites = []string{suite + "-security"}
+		}
+		for _, have := range suites {
+			if !slices.ContainsFunc(out, func(s source) bool { return s.suite == have }) {
+				out = append(out, source{uri, have, "main"})
+			}
+		}
+	}
+	return out
 }
 
 // hostSources gives where packages of the Debian suite come from: the mirrors of
@@ -64,7 +84,7 @@ func hostSources(suite, file, dir string) []source {
 	}
 	// Without the release itself the others are of no use.
 	if !slices.ContainsFunc(out, func(s source) bool { return s.suite == suite }) {
-		return defaultSources(suite)
+		return defaultSources(bootstrapper, suite)
 	}
 	return out
 }

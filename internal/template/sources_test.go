@@ -35,7 +35,7 @@ deb [broken http://x.example bookworm main
 	d := filepath.Join(dir, "d")
 	writeFile(t, filepath.Join(d, "debian.sources"), `Types: deb
 # a comment inside
-URIs: http://deb.debian.org/debian
+URIs: http://second.example/debian
 Suites: bookworm
  bookworm-updates
 Components: main
@@ -61,8 +61,8 @@ Components: main
 	got := hostSources("bookworm", list, d)
 	want := []source{
 		{"http://mirror.example/debian", "bookworm", "main"},
-		{"http://deb.debian.org/debian", "bookworm", "main"},
-		{"http://deb.debian.org/debian", "bookworm-updates", "main"},
+		{"http://second.example/debian", "bookworm", "main"},
+		{"http://second.example/debian", "bookworm-updates", "main"},
 		{"https://security.example:8443/debian-security", "bookworm-security", "main"},
 	}
 	if !slices.Equal(got, want) {
@@ -73,7 +73,7 @@ Components: main
 func TestHostSourcesFallBackToDebian(t *testing.T) {
 	dir := t.TempDir()
 	list := writeFile(t, filepath.Join(dir, "sources.list"), "deb http://archive.example/ubuntu noble main\ndeb http://m.example/debian bookworm-updates main\n")
-	if got := hostSources("bookworm", list, dir); !slices.Equal(got, defaultSources("bookworm")) {
+	if got := hostSources("bookworm", list, dir); !slices.Equal(got, defaultSources(bootstrapper, "bookworm")) {
 		t.Fatalf("sources %v", got)
 	}
 	if got := hostSources("bookworm", filepath.Join(dir, "none"), filepath.Join(dir, "none.d")); len(got) != 3 {
@@ -109,4 +109,20 @@ func FuzzSources(f *testing.F) {
 			}
 		}
 	})
+}
+
+func TestDefaultSourcesAreTheBootstrappers(t *testing.T) {
+	program := writeFile(t, filepath.Join(t.TempDir(), "mmdebstrap"),
+		"my $mirror = 'http://a.example/debian';\nmy $sec = 'http://b.example/debian-security';\n$mirror = 'http://c.example/debian'; # later\n'http://x.example/ubuntu'")
+	want := []source{
+		{"http://a.example/debian", "bookworm", "main"},
+		{"http://a.example/debian", "bookworm-updates", "main"},
+		{"http://b.example/debian-security", "bookworm-security", "main"},
+	}
+	if got := defaultSources(program, "bookworm"); !slices.Equal(got, want) {
+		t.Fatalf("%v, want %v", got, want)
+	}
+	if got := defaultSources(program+".none", "bookworm"); got != nil {
+		t.Fatalf("of no program: %v", got)
+	}
 }
