@@ -120,7 +120,7 @@ func up(ctx context.Context, l layout.Layout, o upOptions) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, giveBack(driver, templates)) }()
-	if err := buildTemplates(ctx, templates, o.templates, keeper); err != nil {
+	if err := buildTemplates(ctx, templates, o.templates, keeper, log); err != nil {
 		return err
 	}
 	room, err := host.NewServer(host.Config{
@@ -220,31 +220,28 @@ func openHost(ctx context.Context, l layout.Layout, o upOptions, log *slog.Logge
 	return driver, templates, nil
 }
 
-// buildTemplates sees to it that the wanted built-in templates are there.
-func buildTemplates(ctx context.Context, s *template.Store, wanted []string, k *lease.Keeper) error {
+// buildTemplates sees to it that the wanted built-in templates are there and as
+// this version makes them. One that cannot be made anew, for want of a mirror
+// perhaps, goes on serving as it is.
+func buildTemplates(ctx context.Context, s *template.Store, wanted []string, k *lease.Keeper, log *slog.Logger) error {
 	for _, w := range wanted {
-		found := false
-		for _, r := range template.Builtin() {
-			if r.Reference() != w {
-				continue
-			}
-			found = true
-			if _, err := s.Resolve(w); err == nil {
-				continue
-			}
-			began := time.Now()
-			_, err := s.Build(ctx, r, func(step string) {
-				text := fmt.Sprintf("template %s: %s (%ds)", w, step, int(time.Since(began).Seconds()))
-				fmt.Fprintln(os.Stderr, "space:", text)
-				k.Progress(text)
-			})
-			if err != nil {
-				return fmt.Errorf("build template %s: %w", w, err)
-			}
+		r, err := template.Lookup(w)
+		if err != nil {
+			return err
 		}
-		if !found {
-			return fmt.Errorf("there is no built-in template %s", w)
+		began := time.Now()
+		_, err = s.Build(ctx, r, func(step string) {
+			text := fmt.Sprintf("template %s: %s (%ds)", w, step, int(time.Since(began).Seconds()))
+			fmt.Fprintln(os.Stderr, "space:", text)
+			k.Progress(text)
+		})
+		if err == nil {
+			continue
 		}
+		if _, old := s.Resolve(w); old != nil || ctx.Err() != nil {
+			return fmt.Errorf("build template %s: %w", w, err)
+		}
+		log.Warn("a template is older than this version and cannot be renewed", "template", w, "err", err)
 	}
 	return nil
 }
