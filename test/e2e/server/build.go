@@ -75,7 +75,11 @@ func build() (string, error) {
 		return "", err
 	}
 	bin := filepath.Join(dir, "space")
-	return bin, run("go", "build", "-trimpath", "-buildvcs=false", "-ldflags", "-s -w -X main.version=test", "-o", bin, "./cmd/space")
+	err = run("go", "build", "-trimpath", "-buildvcs=false", "-ldflags", "-s -w -X main.version=test", "-o", bin, "./cmd/space")
+	if err != nil {
+		_ = os.RemoveAll(dir)
+	}
+	return bin, err
 }
 
 // RemoveBinary takes away what Binary built.
