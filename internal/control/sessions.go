@@ -75,10 +75,12 @@ func runnable(row store.Sandbox) (wait bool, refusal error) {
 	if !settled {
 		state = row.Desired // going there
 	}
-	// A paused machine may be woken by anyone at any time: the same request may
-	// succeed later.
+	if state == sandbox.Paused {
+		// Anyone may wake it at any time: the same request may succeed later.
+		return false, fault.New(fault.Conflict, "sandbox_paused", "the sandbox is paused").Do("wake it, then retry").Retry(true)
+	}
 	return false, fault.New(fault.Conflict, "sandbox_not_running", "the sandbox is %s", state).
-		Do("wake it, then retry").Retry(!settled || state == sandbox.Paused)
+		Do("wake it, then retry").Retry(!settled)
 }
 
 // sessionFault gives errors of the session service their class.

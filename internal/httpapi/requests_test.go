@@ -389,7 +389,7 @@ func TestFailedCallsKeepNothing(t *testing.T) {
 	decode[spaceapi.Mutation](t, h.call(h.key, "POST", "/v1/sandboxes/"+s.ID+"/pause?wait=30s", ""), 200)
 	began := time.Now()
 	r := h.call(h.key, "POST", "/v1/sandboxes/"+s.ID+"/exec", `{"args":["echo"]}`)
-	if p := r.problem(t); r.status != 409 || p.Code != "sandbox_not_running" || !p.Retryable || time.Since(began) > 10*time.Second {
+	if p := r.problem(t); r.status != 409 || p.Code != "sandbox_paused" || !p.Retryable || time.Since(began) > 10*time.Second {
 		t.Errorf("exec on a paused sandbox: %d %s", r.status, r.body)
 	}
 	if n := len(decode[spaceapi.List[spaceapi.Session]](t, h.call(h.key, "GET", "/v1/sandboxes/"+s.ID+"/sessions", ""), 200).Items); n != 0 {
