@@ -87,7 +87,8 @@ func within(t testing.TB, d time.Duration) context.Context {
 
 // small is a sandbox of tiny:latest that a busy machine has room for.
 func small() spaceapi.CreateSandbox {
-	return spaceapi.CreateSandbox{Template: "tiny:latest", Resources: spaceapi.Resources{CPUs: 1, MemoryMiB: 256, DiskMiB: 128, MaxProcesses: 64}}
+	// The literal cases take longer than a sandbox lives by default.
+	return spaceapi.CreateSandbox{Template: "tiny:latest", TimeoutSeconds: 3600, Resources: spaceapi.Resources{CPUs: 1, MemoryMiB: 256, DiskMiB: 128, MaxProcesses: 64}}
 }
 
 // create makes a sandbox, waits until it runs, and deletes it with the test.
