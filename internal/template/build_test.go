@@ -299,7 +299,7 @@ func TestBuildRunsAsNobodyOfTheHost(t *testing.T) {
 				}
 				if p.uid < idBase || p.uid >= idBase+idCount || p.net == own {
 					// Between fork and exec a process is still a copy of ours.
-					if exe, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", p.pid)); err != nil || strings.HasSuffix(exe, ".test") {
+					if exe, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", p.pid)); err != nil || strings.HasSuffix(exe, ".test") || strings.HasSuffix(p.name, ".test") {
 						continue
 					}
 					t.Errorf("process %+v is of this host's network or an ordinary uid", p)
